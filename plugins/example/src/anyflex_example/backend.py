@@ -1,4 +1,4 @@
-"""Entry point of the example backend: declarations, the probe of this machine, and compilation."""
+"""Entry point: the declarations of the backend, the probe of this machine, and compilation."""
 
 from __future__ import annotations
 
