@@ -130,12 +130,14 @@ class TritonBackend(Backend):
         from anyflex_triton.compiled_files import CompiledFiles
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
+        from anyflex_triton.warm_up import begin_warm_up
 
         files = CompiledFiles(artifacts)
         stored = artifacts.get("mods.py")
         # Not where CPU tensors stand in for the device's.
         if torch.get_device_module(spec.device_type).is_available() and torch.version.cuda:
             files.give_modules()
+            begin_warm_up()
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
-from triton.runtime import driver
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import forward
@@ -35,6 +34,7 @@ from anyflex_triton.mask_refinement import mask_rows, rows_for
 from anyflex_triton.parallel_compile import begin_compiling
 from anyflex_triton.prepared_launch import FixedArguments
 from anyflex_triton.program import INTERPRETED, Options, Program
+from anyflex_triton.warm_up import current_target
 
 __all__ = [
     "NeededNext",
@@ -147,7 +147,7 @@ def compile_with_next(
     def begin_next() -> None:
         # The call that needs these programs asks for them again, and raises what fails here.
         with contextlib.suppress(Exception):
-            begin_compiling(needed_next(call, out), driver.active.get_current_target())
+            begin_compiling(needed_next(call, out), current_target())
 
     program.compile(device, begin_next)
 

@@ -28,6 +28,7 @@ from anyflex_triton.arguments import Types, enter_device
 from anyflex_triton.compiled_files import CompiledFiles, kernel_name, module_of
 from anyflex_triton.nvidia_launch import Launcher, Parameters
 from anyflex_triton.triton_launch import hooked, interpret, launch_kernel, load_kernel
+from anyflex_triton.warm_up import current_target
 
 __all__ = ["INTERPRETED", "Options", "Program", "Source", "TellsFrontEnd"]
 
@@ -167,7 +168,7 @@ class Program:
             with self._lock:
                 found = self._compiled.get(device)
                 if found is None:
-                    target = None if device is None else driver.active.get_current_target()
+                    target = None if device is None else current_target()
                     found, self._ahead = self._ahead, None
                     if found is None:
                         found = self._translate(target, self.options, after_front_end)
@@ -179,7 +180,7 @@ class Program:
         with self._lock:
             if device in self._compiled:
                 return True
-            target = driver.active.get_current_target()
+            target = current_target()
             found, self._ahead = self._ahead, None
             if found is None:
                 found = self._kept(self._name(target, self.options))
@@ -225,7 +226,7 @@ class Program:
         if self._files is None:
             return ""
         if target is None:
-            target = driver.active.get_current_target()
+            target = current_target()
         named = (self.types, self.constants, self.aligned, options.keywords())
         # Sorted by names: a constant's place among the others depends on the process.
         return kernel_name(self.function, *[sorted(each.items()) for each in named], target)
