@@ -1,8 +1,8 @@
 """The portable Triton backend of anyflex: kernels for every device that Triton serves.
 
-Other backends build on it by three modules: this one, which needs no Triton, has what an entry
-point is made of; `anyflex_triton.building` what a kernel class is made of;
-`anyflex_triton.device_functions` what kernels call. The other modules are this package's own.
+Other backends build on three modules: this one, which needs no Triton, for an entry point;
+`anyflex_triton.building` for a kernel class; `anyflex_triton.device_functions` for kernels' device
+code. All other modules are private to this package.
 """
 
 from __future__ import annotations

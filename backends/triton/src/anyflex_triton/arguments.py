@@ -52,18 +52,19 @@ _POINTERS = {
 }
 
 BYTES = 16
-"""The most that one thread loads at a time, at an address that is a multiple of it."""
+"""Maximum bytes that one thread loads at a time, at an address that is a multiple of them."""
 LEAST_COPIED = 4
-"""Bytes of the smallest of NVIDIA's asynchronous copies."""
+"""Bytes of NVIDIA's smallest asynchronous copy."""
 _BLOCK_BYTES = 64
-"""Bytes of Intel's 2D block loads: the least of a row and of the step from row to row, and what a
-base is a multiple of. Step, length and width have 24 bits."""
+"""Bytes for Intel's 2D block loads: minimum of a row and of the row stride, and alignment of the
+base. Row stride, length and width have 24 bits."""
 _KEPT = 4096
-"""Shapes with strides whose answers are kept: a call asks again and again for the same few."""
+"""Size of the layout caches, in shapes with strides: calls ask for the same few again and
+again."""
 
 
 Heads = Literal["stacked", "beside"]
-"""One after the other, or each row of one beside that of the next, as models project them."""
+"""Layout of heads: one after the other, or side by side within a row, as models project them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class Layout:
 
     Args:
         strides: all but the last are counted in `unit` elements.
-        unit: elements of `alignment` bytes.
-        alignment: the most of 16, 8, 4 and an element's bytes of which pointer and strides are
-            multiples. Asynchronous copies take no less than 4.
+        unit: number of elements in `alignment` bytes.
+        alignment: bytes; the largest of 16, 8, 4 and the size of an element that divides the
+            pointer and all strides. Asynchronous copies take at least 4.
         scattered: the last stride isn't 1.
     """
 
@@ -90,16 +91,15 @@ def pointer_type(dtype: torch.dtype) -> str:
 
 
 def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors of the same memory in which a bool is a byte."""
+    """Return views of the same memory that read a bool as a byte."""
     return tuple(
         tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor for tensor in tensors
     )
 
 
 def alignment_of(tensor: Tensor) -> int:
-    """Return the alignment that `layout_of`, `is_blocked` and the like follow from, beside shape,
-    strides and type: of 64 and the powers of two up to 16 the largest that a tensor's address is a
-    multiple of."""
+    """Return the largest of 64 and the powers of two up to 16 that divides a tensor's address.
+    `layout_of`, `is_blocked` and the like follow from it, shape, strides and type."""
     address = tensor.data_ptr()
     return math.gcd(address, BYTES) if address % _BLOCK_BYTES else _BLOCK_BYTES
 
@@ -115,7 +115,7 @@ def layout_of(tensor: Tensor) -> Layout:
 def layout_like(
     sizes: tuple[int, ...], strides: tuple[int, ...], size: int, alignment: int
 ) -> Layout:
-    """`layout_of` a tensor of such shape and strides.
+    """Return the `layout_of` a tensor with this shape and these strides.
 
     Args:
         size: bytes of an element.
@@ -139,14 +139,14 @@ def layout_like(
 
 
 def row_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Strides of [B, H, rows]."""
+    """Return the strides of [B, H, rows]."""
     b, h, row = tensor.stride()
     return b, h, row
 
 
 def heads_described(tensor: Tensor) -> Heads | None:
-    """How heads lie in a descriptor that covers all rows of all heads, which follow one another in
-    steps of 16 bytes; None where there is none."""
+    """Return how heads lie in a descriptor that covers all rows of all heads, whose strides are
+    multiples of 16 bytes; None where no descriptor covers them."""
     if tensor.data_ptr() % BYTES:
         return None
     return _heads_described(tensor.shape, tensor.stride(), tensor.element_size())
@@ -169,8 +169,8 @@ def _heads_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int
 
 
 class Boxes(TensorDescriptor):  # type: ignore[misc]
-    """A descriptor whose boxes kernels load and store. Triton's own class checks at each launch
-    what was found out before it.
+    """Tensor descriptor whose boxes kernels load and store. Triton's own class repeats at each
+    launch checks that were made before it.
 
     Args:
         base: the tensor.
@@ -190,8 +190,9 @@ class Boxes(TensorDescriptor):  # type: ignore[misc]
 
 
 def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Boxes:
-    """A descriptor of the rows of a tensor whose `heads_described` says how, loaded `rows` at a
-    time; columns past its own, or where heads lie beside each other past the last one's, are 0."""
+    """Return a descriptor of a tensor's rows, laid out as `heads_described` says and loaded `rows`
+    at a time. Columns past the head dim load as 0; where heads lie beside each other, only columns
+    past the last head do."""
     batch, heads, length, columns = tensor.shape
     lines = batch * length
     if heads_described(tensor) == "beside":
@@ -202,8 +203,8 @@ def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Boxes:
 
 
 def is_blocked(tensor: Tensor) -> bool:
-    """Whether Intel GPUs load blocks of any head's rows, by a descriptor that a kernel makes of
-    that head. Its compiler can't see these numbers, and doesn't look at them when kernels run."""
+    """Whether Intel GPUs can load any head's rows in 2D blocks, by a descriptor that a kernel
+    makes for that head. Intel's compiler can't see these numbers, and kernels don't check them."""
     batch, heads, rows, dims = tensor.shape
     size = tensor.element_size()
     b, h, row, column = (stride * size for stride in tensor.stride())
@@ -223,14 +224,14 @@ def is_described_whole(tensor: Tensor) -> bool:
 
 
 def descriptor_of_floats(tensor: Tensor, count: int) -> Boxes:
-    """A descriptor of all elements of a tensor that `is_described_whole`, loaded `count` at a
-    time."""
+    """Return a descriptor of all elements of a tensor that `is_described_whole`, loaded `count` at
+    a time."""
     return Boxes(tensor, [tensor.numel()], [1], [count])
 
 
 def make_context(device: torch.device) -> None:
     """Give this thread a context on the device, whether it has had one or not."""
-    # The cheapest call of the runtime that does.
+    # mem_get_info is the cheapest call of the runtime that makes a context.
     torch.cuda.mem_get_info(device)
 
 

@@ -1,4 +1,4 @@
-"""The entry point: what the portable kernels can do, and whether they can run here."""
+"""Entry point of the portable kernels: their capabilities, and whether they can run here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LEAST_SM = 80
 class TritonBackend(Backend):
     """Kernels in Triton for NVIDIA (compute capability 8.0 and above) and AMD GPUs."""
 
-    # Kernels for one chip stand above these.
+    # Backends for one chip have a higher priority.
     priority = -10
     capabilities = Capabilities(
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -92,30 +92,30 @@ class TritonBackend(Backend):
         return (0 if dtype is torch.float32 else dtype.itemsize, 8)
 
     def fingerprint(self) -> str:
-        """Return a part of the disk cache's key: kernels of other sources aren't found, nor what
-        was found fastest for them."""
+        """Return a part of the disk cache's key: kernels of other sources, and configs tuned for
+        them, aren't found."""
         sources = checksum_of(Path(__file__).parent)
         return f"{', '.join(_installed_tritons()) or 'triton unknown'}, sources {sources:x}"
 
     def target(self) -> Target:
-        """Which of the config table's targets the current device is."""
+        """Return the current device's target in the config table."""
         if not torch.cuda.is_available():
             # CPU tensors stand in for a GPU's: nothing but the interpreter can run there.
             return "interpreter"
         if torch.version.hip is not None:
             return "amd"
         major, _ = torch.cuda.get_device_capability()
-        # 12 is Blackwell for workstations, with an Ampere's shared memory.
+        # Major version 12 is Blackwell for workstations, with Ampere's amount of shared memory.
         return "hopper" if major == 9 else "blackwell" if major == 10 else "ampere"
 
     def milliseconds(self, launch: Callable[[], None]) -> float:
-        """Time a launch on the current device: for autotuning."""
+        """Time a launch on the current device, for autotuning."""
         from anyflex_triton.launch import milliseconds
 
         return milliseconds(launch)
 
     def supports(self, spec: Spec) -> Decision:
-        """Take what is declared, on GPUs that Triton compiles for."""
+        """Accept the declared capabilities, on GPUs that Triton compiles for."""
         decision = super().supports(spec)
         if isinstance(decision, Rejected) or not spec.arch.startswith("sm_"):
             return decision
@@ -126,7 +126,8 @@ class TritonBackend(Backend):
         return decision
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
-        """Write the mods; Triton compiles at the first call, when it knows its class."""
+        """Write the mods; Triton compiles at the first call, when the arguments' class is
+        known."""
         from anyflex_triton.compiled_files import CompiledFiles
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
@@ -134,7 +135,7 @@ class TritonBackend(Backend):
 
         files = CompiledFiles(artifacts)
         stored = artifacts.get("mods.py")
-        # Not where CPU tensors stand in for the device's.
+        # No launcher is needed where CPU tensors stand in for the device's.
         if torch.get_device_module(spec.device_type).is_available() and torch.version.cuda:
             files.give_modules()
             begin_warm_up()
@@ -157,7 +158,7 @@ class TritonBackend(Backend):
 
 @functools.cache
 def checksum_of(folder: Path) -> int:
-    """A checksum of a package's sources."""
+    """Return a checksum of a package's sources."""
     checksum = 0
     for file in sorted(folder.glob("*.py")):
         checksum = zlib.crc32(file.read_bytes(), checksum)
@@ -165,13 +166,13 @@ def checksum_of(folder: Path) -> int:
 
 
 def _installed_tritons() -> list[str]:
-    """Each distribution that brings a Triton, with its version."""
+    """Return each distribution that installs a Triton, with its version."""
     return [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
 
 
 def _version(distribution: str) -> str | None:
     try:
-        # Damaged metadata names none.
+        # Damaged metadata has no version.
         return importlib.metadata.version(distribution) or "of no version"
     except importlib.metadata.PackageNotFoundError:
         return None

@@ -1,6 +1,6 @@
-"""Launches of backward: rows' values, dK and dV, then dQ and captured tensors' gradients.
+"""Launches of backward: row values, dK and dV, then dQ and captured tensors' gradients.
 
-Those that repeat bit for bit take more launches: deterministic_captured_grads.py.
+Deterministic gradients of captured tensors take more launches: deterministic_captured_grads.py.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ alignment."""
 def expected_backward(
     spec: Spec, call: Call, out: Outputs, workspace: Sequence[TensorSpec]
 ) -> tuple[Saved, GradInputs, Grads]:
-    """Return what backward will be given if the incoming gradient is laid out as out, and the
-    outgoing ones as query, key, value and captured tensors. Nothing of it may be read: it tells
-    which programs backward will launch, before there is a backward.
+    """Return backward's arguments as they will be if dout is laid out as out, and the outgoing
+    gradients as query, key, value and captured tensors. Their values must not be read: they tell
+    which programs backward will launch, before it runs.
 
     Args:
         out: of forward, with lse.
@@ -93,15 +93,15 @@ def expected_backward(
 def backward_key(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
 ) -> tuple[object, ...]:
-    """Return what determines backward's launches beside a call's shapes and strides, where their
-    configs aren't timed and their workspace is rows' values alone."""
+    """Return the key that determines backward's launches together with a call's shapes and
+    strides, where configs aren't timed and the workspace is row values alone."""
     layouts = [
         None if tensor is None else (tensor.stride(), alignment_of(tensor))
         for tensor in (saved.out, *saved.extras, grad.dout, grads.dq, grads.dk, grads.dv)
     ]
     return (
         "anyflex_triton.backward",
-        # Whether tiles end where the lengths do follows from the shapes.
+        # The shapes tell whether tiles end where the lengths do.
         made.mods_key(call, True),
         grad.delta is None,
         None if grad.dlse is None else grad.dlse.stride(),
@@ -114,8 +114,8 @@ def backward_key(
 
 
 def fixed_launches(launches: Sequence[Launch]) -> list[FixedLaunch]:
-    """Return what launches of backward have in common with those of calls of the same shapes,
-    strides and alignment."""
+    """Return the part of backward's launches that calls of the same shapes, strides and alignment
+    share."""
     return [FixedLaunch.of(launch, _OF_CALL) for launch in launches]
 
 
@@ -149,7 +149,7 @@ def launches_again(
     """Return the launches of the portable kernels that fill `grads`.
 
     Args:
-        fixed: of `fixed_launches`, of an earlier call's.
+        fixed: result of `fixed_launches` for an earlier call.
     """
     (row_values,) = grads.workspace
     values = backward_values(made, call, saved, grad, grads, row_values)
@@ -264,8 +264,9 @@ def keys_launch(
         layout_of(call.value if dv is None else dv),
     )
     described = made.describer(call.query, dout)
-    # A tile's first value must lie at a multiple of 16 bytes; and a stage's, which come one after
-    # the other in shared memory, must fill 128 there: else TMA ends the process's work on the GPU.
+    # A tile's first value must lie at a multiple of 16 bytes, and a stage, which follows another
+    # one in shared memory, must fill a multiple of 128 bytes: otherwise TMA fails, and the process
+    # can't use the GPU any more.
     if described == "host" and not (
         is_described_whole(row_values)
         and (rows is None or rows.block_size[1] % 4 == 0)
@@ -365,7 +366,7 @@ def queries_launch(
 
     Args:
         totals, sums: as in `operations.accumulate`.
-        follows_keys: the launch before it is `keys_launch`'s, whose end it needn't await.
+        follows_keys: the launch before it is `keys_launch`'s, and it may begin before that ends.
     """
     spec = made.spec
     layouts = (

@@ -1,8 +1,8 @@
-"""What another backend builds its kernel classes of, on the host.
+"""Host side of the interface on which other backends build their kernel classes.
 
 =====================  ============================================================================
-A kernel class         `TritonKernel` chooses and launches the portable kernels, and is what others
-                       derive from; `Target`, `Tuner`, `CompiledFiles` are what it is made with
+A kernel class         `TritonKernel` chooses and launches the portable kernels, and is the base of
+                       others; it is constructed with `Target`, `Tuner` and `CompiledFiles`
 Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the user's functions,
                        `MaskRows`, a block mask's runs, and words for signatures: `int32s`,
                        `strides`, `float_pointers`, `aligned`, `classes`, `padded`

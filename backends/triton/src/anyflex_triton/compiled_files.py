@@ -1,12 +1,12 @@
 """Triton's own files of a spec's kernels, kept among the spec's artifacts.
 
-Triton keeps what it compiles in a cache of its own, which no archive of anyflex's and no bundle of
-torch's holds: another machine would compile every kernel again, and need a C compiler. So each
-kernel's binary and metadata, and the modules in C that load and launch kernels, are copied here,
-and put back into Triton's cache. A custom cache manager is honoured.
+Triton's own cache is part of neither anyflex's archives nor torch's bundles: another machine would
+compile every kernel again, and need a C compiler. So each kernel's binary and metadata, and the C
+modules that load and launch kernels, are copied here, and put back into Triton's cache. A custom
+cache manager is honoured.
 
-A kernel is found by what `kernel_name` tells. Triton's own key takes 0.1 to 0.4 s a process more,
-for a checksum of Triton's files and the syntax trees of all functions that a kernel calls: the
+A kernel is found by its `kernel_name`. Triton's own key would take 0.1 to 0.4 s more per process,
+for a checksum of Triton's files and the syntax trees of all functions that a kernel calls. The
 artifacts' key covers both, by Triton's version and the checksum of these packages' sources.
 """
 
@@ -35,7 +35,7 @@ from anyflex.plugin import Artifacts
 __all__ = ["CompiledFiles", "kernel_name", "module_of"]
 
 _ABI = sysconfig.get_config_var("SOABI") or "unknown"
-"""Python's ABI: modules in C are for one."""
+"""Python's ABI, which C modules are built for."""
 _MODULES = ("cuda_utils", "anyflex_nvidia_launch")
 """Modules that each process needs: Triton's, which talks to the driver, and nvidia_launch.c."""
 
@@ -43,7 +43,7 @@ _LAUNCH_SOURCE = Path(__file__).with_name("nvidia_launch.c")
 
 
 class CompiledFiles:
-    """Thread-safe.
+    """Compiled kernels and C modules among a spec's artifacts. Thread-safe.
 
     Args:
         artifacts: of the spec.
@@ -57,8 +57,8 @@ class CompiledFiles:
         or the user has changed the compiler.
 
         Args:
-            name: of `kernel_name`.
-            source: makes what ``triton.compile`` would take.
+            name: result of `kernel_name`.
+            source: makes the source that ``triton.compile`` would take.
         """
         kept = None if _compiler_is_changed() else self._artifacts.get(name)
         if kept is None:
@@ -68,16 +68,16 @@ class CompiledFiles:
         return CompiledKernel(source(), group, key)
 
     def keep(self, name: str, compiled: CompiledKernel) -> None:
-        """Keep what Triton has compiled, unless the user has changed the compiler."""
+        """Store a compiled kernel, unless the user has changed the compiler."""
         if not _compiler_is_changed():
             self._artifacts.put(name, _packed(compiled.hash, _files_of(compiled)))
 
     def keep_launcher(self, name: str, launcher: Any) -> None:
-        """Keep the module in C of Triton's own launcher of a kernel, if it has one.
+        """Store the C module of Triton's own launcher for a kernel, if it has one.
 
         Args:
             name: of the kernel.
-            launcher: what a compiled kernel's ``run`` is.
+            launcher: the compiled kernel's ``run``.
         """
         module = module_of(getattr(launcher, "launch", None))
         if module is not None:
@@ -89,7 +89,7 @@ class CompiledFiles:
             self._give_module(_module_name(name), _key_here(name))
 
     def keep_module(self, module: ModuleType | None) -> None:
-        """Keep one of the modules that each process needs."""
+        """Store one of the modules that each process needs."""
         if module is not None and module.__name__ in _MODULES:
             self._keep_module(_module_name(module.__name__), module)
 
@@ -109,7 +109,7 @@ class CompiledFiles:
             return
         path = Path(str(module.__file__))
         try:
-            # Triton's folders are keys in base 32, without what fills up the last group.
+            # Triton's folder names are keys in base 32 without padding.
             folder = path.parent.name
             key = base64.b32decode(folder + "=" * (-len(folder) % 8)).hex()
         except binascii.Error:
@@ -119,10 +119,10 @@ class CompiledFiles:
 
 
 def _key_here(name: str) -> str | None:
-    """Return Triton 3.6's key of one of `_MODULES` on this machine. It says what Python's
-    `platform` tells of the executable, which is less where the program ``file`` isn't installed,
-    as in most small images."""
-    # Not above: Intel's Triton has no such package.
+    """Return Triton 3.6's cache key for one of `_MODULES` on this machine. The key includes what
+    Python's `platform` knows of the executable, which is less where the program ``file`` isn't
+    installed, as in most small images."""
+    # Imported here because Intel's Triton has no such package.
     from triton.backends import nvidia
 
     platform_key = getattr(build, "platform_key", None)
@@ -134,8 +134,8 @@ def _key_here(name: str) -> str | None:
 
 
 def module_of(function: Any) -> ModuleType | None:
-    """Return the module in C of one of its functions, or of one that such a function wraps; None
-    for another function."""
+    """Return the C module that a function, or one in its closure, belongs to; None for other
+    functions."""
     for each in (function, *(cell.cell_contents for cell in _cells(function))):
         module = getattr(each, "__self__", None)
         if isinstance(module, ModuleType) and getattr(module, "__file__", None):
@@ -148,8 +148,8 @@ def _cells(function: Any) -> tuple[Any, ...]:
 
 
 def _compiler_is_changed() -> bool:
-    """Whether kernels are made by other tools or options than Triton's own, which `kernel_name`
-    doesn't tell, or by hand: Triton's cache alone knows what holds then."""
+    """Whether the user compiles with other tools or options than Triton's own, or replaces kernels
+    by hand. `kernel_name` doesn't cover these; only Triton's own key does."""
     compilation, nvidia = knobs.compilation, knobs.nvidia
     return bool(
         compilation.always_compile
@@ -158,7 +158,7 @@ def _compiler_is_changed() -> bool:
         or nvidia.ptxas_options
         or nvidia.libdevice_path
         or nvidia.mock_ptx_version
-        # Asking Triton for these paths starts the programs.
+        # Only the variables are looked at: asking Triton for these paths starts the programs.
         or {"TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"} & os.environ.keys()
     )
 
@@ -167,8 +167,9 @@ def kernel_name(*facts: object) -> str:
     """Return the artifact's name of a kernel.
 
     Args:
-        facts: function, types, constants, options and target of the kernel, whose repr tells
-            them. Generated functions are told by their modules' names, which hold a checksum.
+        facts: function, types, constants, options and target of the kernel, each identified by its
+            repr. Generated functions are identified by their modules' names, which contain a
+            checksum.
     """
     said = repr((facts, sorted(get_cache_invalidating_env_vars().items())))
     return f"kernel-{hashlib.sha256(said.encode()).hexdigest()[:32]}.zip"
@@ -201,7 +202,7 @@ def _put_back(kept: bytes) -> tuple[str, dict[str, str]]:
     group = manager.get_group(metadata) or {}
     if not files.keys() <= group.keys():
         group = {name: manager.put(content, name) for name, content in files.items()}
-        # The group comes last, as Triton writes it: who reads it meanwhile finds all or nothing.
+        # The group is written last, as in Triton: a concurrent reader finds all files or none.
         manager.put_group(metadata, group)
     return key, group
 

@@ -50,18 +50,18 @@ NeededNext = Callable[[Call, Outputs], Sequence[Program]]
 """Programs that will be needed after a call's forward."""
 
 _PROGRAMS_A_CORE = 2
-"""Programs a core that decode. With more an H200 took 5 to 15 % longer, because some run when the
-others are done."""
+"""Number of decoding programs per multiprocessor. More took 5 to 15 % longer on an H200, because
+some ran only when the others were done."""
 _LEAST_SPLIT = 256
-"""Least number of keys of a split; a shorter one isn't worth its combination."""
+"""Minimum number of keys of a split; a shorter one isn't worth combining."""
 
 
 def packed_heads(spec: Spec, mask: tuple[int, ...] | None) -> int:
-    """Query heads that share the rows of a decoding tile: those of a key head, if their rows
-    of blocks are the same.
+    """Return the number of query heads that share the rows of a decoding tile: all of a KV head,
+    if their rows of blocks are the same.
 
     Args:
-        mask: of `mask_shape`.
+        mask: result of `mask_shape`.
     """
     return spec.gqa_ratio if mask is None or mask[1] == 1 else 1
 
@@ -72,13 +72,13 @@ def mask_shape(call: Call) -> tuple[int, ...] | None:
 
 
 class Splits(NamedTuple):
-    """How the keys of a decoding call are cut, and what the splits leave for their combination,
-    in elements of float32, as `decode.decode_kernel` writes it.
+    """Splits of a decoding call's keys, and the workspace of their results, in elements of
+    float32, as `decode.decode_kernel` writes it.
 
     Args:
-        number: of splits.
-        sums_at: where sums begin, after the weighted values.
-        size: of both.
+        number: number of splits.
+        sums_at: offset of the sums, which follow the weighted values.
+        size: elements of both.
     """
 
     number: int
@@ -96,13 +96,13 @@ def splits_of(
     """Return the splits of decoding calls.
 
     Args:
-        query: its shape.
-        keys: S.
-        mask: of `mask_shape`.
+        query: shape of query.
+        keys: number of keys.
+        mask: result of `mask_shape`.
     """
     batch, heads, length, _ = query
     units = batch * (heads // packed_heads(spec, mask))
-    # Rounded down: what runs last, alone, costs more than a core with one program.
+    # Rounded down: a last wave of few programs costs more than multiprocessors with one program.
     wanted = _PROGRAMS_A_CORE * _cores(device) // max(units, 1)
     number = max(1, min(wanted, keys // _LEAST_SPLIT))
     parts = batch * heads * length * number
@@ -112,7 +112,7 @@ def splits_of(
 
 @lru_cache
 def _cores(device: torch.device) -> int:
-    """Multiprocessors of an accelerator, or what its vendor calls them."""
+    """Return the number of an accelerator's multiprocessors, or of its vendor's equivalent."""
     if device.type == "cpu":
         return 2
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -124,7 +124,7 @@ def _cores(device: torch.device) -> int:
 
 
 def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: NeededNext) -> None:
-    """Launch the forward kernel: tiles of queries."""
+    """Launch the forward kernel on tiles of queries."""
     rows, before = rows_for(made, call, "forward", out.workspace)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
     if not before:
@@ -135,8 +135,8 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: Needed
 def compile_with_next(
     spec: Spec, program: Program, call: Call, out: Outputs, needed_next: NeededNext
 ) -> None:
-    """Compile the program that a training call needs now, and beside it what it needs next; do
-    nothing where the first is compiled already, or nothing can be compiled beside it."""
+    """Compile the program that a training call needs now, and beside it those that it needs next;
+    do nothing where the first is compiled already, or nothing can be compiled beside it."""
     device = call.query.device.index
     # The usual case comes first.
     if program.is_compiled(device):
@@ -153,9 +153,9 @@ def compile_with_next(
 
 
 def _compiles_beside(call: Call) -> bool:
-    """Whether programs are compiled in threads without the device. Not while the call becomes part
-    of a CUDA graph: what backward needs may wait for the device then, and a mask's columns are
-    counted there."""
+    """Whether programs can be compiled in threads without the device. They can't while the call is
+    captured in a CUDA graph: finding backward's programs may wait for the device then, because a
+    mask's columns are counted there."""
     return (
         call.query.is_cuda
         and torch.version.cuda is not None
@@ -257,7 +257,7 @@ def _fixed_prefill(
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
-    """Launch the splits of a decoding call, and what combines them."""
+    """Launch the splits of a decoding call, then the kernel that combines them."""
     split = made.launch("decode", call, partial(_split_launch, made, call, out))
     combination = _combine_launch(made, call, out)
     launch_all((split, combination), call.query.device)
@@ -266,7 +266,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
 def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     mods = made.mods(call, False)
     tensors = call.query, call.key, call.value
-    # Such calls come token by token and layer by layer: what they have in common is kept.
+    # Decoding calls repeat token by token and layer by layer: their common part is cached.
     key = ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors))
     fixed: FixedLaunch | None = made.kept(call, key)
     if fixed is None:
@@ -288,7 +288,8 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
-        # Here, as most processes don't decode: Triton reads the source of each of its functions.
+        # Imported here because most processes don't decode, and Triton reads each function's
+        # source.
         from anyflex_triton import decode
 
         program = made.program(
@@ -304,7 +305,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
             },
             {
                 **made.common_constants(layouts),
-                # Its tiles have one part.
+                # Decoding tiles have one part.
                 "D": padded(spec.head_dim),
                 "DV": padded(spec.value_head_dim),
                 "SCORE_MOD": mods.score_mod,
@@ -334,7 +335,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
 
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
-    """Return the launch that adds up what splits have left."""
+    """Return the launch that combines the splits' results."""
     rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
     key = (

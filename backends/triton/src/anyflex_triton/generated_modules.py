@@ -22,7 +22,7 @@ _FOLDER: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def load_module(text: str) -> ModuleType:
-    """Return the module that `text` is, one object for equal texts.
+    """Return the module whose source is `text`; equal texts give one object.
 
     Its file lies in a temporary folder of this process; the text itself is an artifact of the
     spec.
@@ -33,8 +33,8 @@ def load_module(text: str) -> ModuleType:
         if found is not None:
             return found
         path = _folder() / f"{name}.py"
-        # Written beside and renamed: a forked child shares the folder with its parent, who may be
-        # reading.
+        # Written to another name and renamed: a forked child shares the folder with its parent,
+        # who may be reading.
         beside = path.with_suffix(f".{os.getpid()}")
         beside.write_text(text)
         beside.replace(path)
@@ -48,7 +48,7 @@ def load_module(text: str) -> ModuleType:
         except BaseException:
             del sys.modules[name]
             raise
-        # Whole by now; a child forked before makes it anew.
+        # Registered when it is complete; a child forked before makes it anew.
         _loaded[name] = module
         return module
 

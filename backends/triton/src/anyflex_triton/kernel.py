@@ -1,4 +1,4 @@
-"""A compiled spec: says which kernels a call takes, and what memory."""
+"""Kernel class of a compiled spec: chooses the launches of a call, and their workspace."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _SHAPES = 1024
 
 
 class TritonKernel(Kernel):
-    """Chooses and launches.
+    """Chooses and launches the kernels of one spec.
 
     Args:
-        spec: what the backend accepted.
-        source: of the mods, by `anyflex_triton.mods.write_source`.
-        target: which configs.
+        spec: the accepted spec.
+        source: text of the mods, by `anyflex_triton.mods.write_source`.
+        target: key of the config table.
         overrides: the user's options by name.
-        tuner: finds the fastest configs; None: they are the table's.
+        tuner: finds the fastest configs; None: the table's are used.
         files: where compiled kernels are kept; see `Program`.
     """
 
@@ -73,9 +73,9 @@ class TritonKernel(Kernel):
         self._split_specs = lru_cache(_SHAPES)(self._split_specs_of)
 
     def describe(self, call: Call) -> str:
-        """``decode splits=8`` or ``prefill 128x64``; under autotuning also whether forward's
-        config was found by timing: ``prefill 64x64, tuned``; and where products are rounded to
-        TF32: ``prefill 128x64 tf32``."""
+        """Return ``decode splits=8`` or ``prefill 128x64``. Under autotuning it also tells whether
+        forward's config was found by timing, ``prefill 64x64, tuned``; and it tells where products
+        are rounded to TF32: ``prefill 128x64 tf32``."""
         made = self._made
         decodes = self._decodes(call)
         name: KernelName = "decode" if decodes else "forward"
@@ -94,7 +94,7 @@ class TritonKernel(Kernel):
         return self._decodes_rows(call.query.shape[2], mask_shape(call))
 
     def _decodes_rows(self, length: int, mask: tuple[int, ...] | None) -> bool:
-        """Whether calls of so many query rows are decoded, with masks of that `mask_shape`."""
+        """Whether calls with `length` query rows and masks of this `mask_shape` are decoded."""
         if not 0 < length <= _SHORT_ROWS:
             return False
         if packed_heads(self.spec, mask) * length > _SHORT_ROWS:
@@ -118,11 +118,13 @@ class TritonKernel(Kernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Splits' sums for decoding, finer runs of the mask for each other kernel that takes them;
-        for backward rows' values, and integers that captured tensors' gradients add up in."""
+        """Return the workspace: the splits' results for decoding, and finer runs of the mask for
+        each other kernel that takes them. Backward's holds row values, and integers that add up
+        captured tensors' gradients."""
         if direction == "backward":
             batch, heads, length = call.query.shape[:3]
-            # Each head's begin at a multiple of 16 bytes. For value's gradient alone no delta.
+            # Each head's values begin at a multiple of 16 bytes. The gradient of value alone needs
+            # no delta.
             planes = 4 if self._made.wants_delta else 3
             rows = TensorSpec((planes, batch, heads, -(-length // 4) * 4), torch.float32)
             return (
@@ -143,16 +145,16 @@ class TritonKernel(Kernel):
         keys: int,
         mask: tuple[int, ...] | None,
     ) -> tuple[TensorSpec, ...] | None:
-        """Splits' weighted values and their sums, or None where calls of that query shape, so many
-        keys and such a `mask_shape` aren't decoded."""
+        """Return the workspace of the splits' weighted values and sums, or None where calls with
+        this query shape, number of keys and `mask_shape` aren't decoded."""
         if not self._decodes_rows(query[2], mask):
             return None
         splits = splits_of(self.spec, device, query, keys, mask)
-        # One tensor: to allocate takes an accelerator's host some microseconds.
+        # One tensor, because an allocation takes some microseconds of the host's time.
         return (TensorSpec((splits.size,), torch.float32),)
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
-        """`finer_specs` of a kernel that the spec's gradients need."""
+        """Return `finer_specs` of a kernel, if the spec's gradients need it."""
         wanted = set(self.spec.gradients)
         if kernel == "keys" and not wanted & {"k", "v"}:
             return ()
@@ -164,7 +166,7 @@ class TritonKernel(Kernel):
         """Fill `out`.
 
         Raises:
-            ArgumentError: a kernel with the user's options takes more of a core than there is.
+            ArgumentError: a kernel with the user's options needs more than a multiprocessor has.
         """
         if out.out.numel() == 0 and (out.lse is None or out.lse.numel() == 0):
             return
@@ -178,8 +180,8 @@ class TritonKernel(Kernel):
             raise
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
-        """Programs that a training call's backward will need if the gradient that comes in is laid
-        out as out is, and those that go out as query, key and value are."""
+        """Return the programs that a training call's backward will need if dout is laid out as
+        out, and the outgoing gradients as query, key and value."""
         if self._made.tuner is not None:
             return []
         given = expected_backward(self.spec, call, out, self.workspace(call, "backward"))
@@ -199,10 +201,10 @@ class TritonKernel(Kernel):
             raise
 
     def _launches(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> list[Launch]:
-        """`_backward_launches`; what calls of the same shapes, strides and alignment have in
-        common is kept."""
+        """Return `_backward_launches`; the part that calls of the same shapes, strides and
+        alignment share is cached."""
         made = self._made
-        # Finer runs are made anew for each call, sums that repeat take launches of their own.
+        # Finer runs are made for each call, and deterministic sums take launches of their own.
         if made.tuner is not None or len(grads.workspace) > 1 or call.kept is None:
             return self._backward_launches(call, saved, grad, grads)
         key = backward_key(made, call, saved, grad, grads)
@@ -216,7 +218,7 @@ class TritonKernel(Kernel):
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
     ) -> list[Launch]:
-        """Return the launches that fill `grads`, of tensors that aren't empty."""
+        """Return the launches that fill the non-empty tensors of `grads`."""
         dout = grad.dout
         made = self._made
         row_values, *rest = grads.workspace
@@ -235,7 +237,7 @@ class TritonKernel(Kernel):
         before, queries = self.query_launches(
             call, dout, row_values, grads, for_queries, integers, until_keys, follows_keys=True
         )
-        # Nothing stands between launches that overlap.
+        # No other launch may stand between launches that overlap.
         return [*before, *until_keys, *queries]
 
     def query_launches(
@@ -249,14 +251,16 @@ class TritonKernel(Kernel):
         first: Sequence[Launch],
         follows_keys: bool = False,
     ) -> tuple[list[Launch], list[Launch]]:
-        """Return what makes the mask's runs finer, which may be launched any time before, and what
-        fills grads.dq and adds to captured tensors' gradients, if they are wanted.
+        """Return two lists of launches: those that refine the mask's runs, which may run any time
+        before, and those that fill grads.dq and add to captured tensors' gradients, if these are
+        wanted.
 
         Args:
-            row_values: of `backward.row_kernel`.
-            first: the launches that fill them, and where it `follows_keys`, until that of keys.
-            finer, integers: of the workspace.
-            follows_keys: as of `queries_launch`.
+            row_values: output of `backward.row_kernel`.
+            first: the launches that fill it; where the queries' launch `follows_keys`, up to that
+                of keys.
+            finer, integers: parts of the workspace.
+            follows_keys: argument of `queries_launch`.
         """
         made = self._made
         totals = [total for total in grads.captured if total is not None]
@@ -275,5 +279,5 @@ class TritonKernel(Kernel):
 
 
 def cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The first so many, and the rest."""
+    """Return the first `count` tensors, and the rest."""
     return tensors[:count], tensors[count:]

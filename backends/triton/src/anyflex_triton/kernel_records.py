@@ -1,4 +1,4 @@
-"""Records that several kernels use: rows of a head, the mods, what mods see, values of rows."""
+"""Records that several kernels use: rows of a head, mods and their inputs, row values."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class HeadRows:
 
 @record
 class Mods:
-    """The mods of a call, and the arguments of theirs that are the same for all of its pairs.
+    """Mods of a call, and those of their arguments that are the same for all of its pairs.
 
     Attributes:
         ints, floats: numbers that the mods capture.
         shifts: added to b, h, q_idx and kv_idx before a mod sees them.
         scale: factor of raw products before a score mod; without one it is folded into exp2.
-        READ: reads what a step's own rows or keys alone decide; SCORE_MOD and MASK_MOD are those
-            of what was read. None: nothing is read early.
+        READ: reads elements that a step's rows or keys alone decide; SCORE_MOD and MASK_MOD then
+            take the values. None: nothing is read early.
         SCORE_MOD, MASK_MOD: functions, or None.
     """
 
@@ -68,7 +68,7 @@ class ModGradients:
     """Derivatives of the score mod.
 
     Attributes:
-        totals: accumulators of the captured tensors that learn, added to atomically.
+        totals: accumulators of the captured tensors that need gradients, added to atomically.
         SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS: functions, or None.
     """
 
@@ -83,7 +83,7 @@ class ModInputs:
 
     Attributes:
         q_idx, kv_idx: they broadcast to the tile; None for the side that the loop steps over.
-        tables: the captured tensors, or what was read of them early.
+        tables: the captured tensors, or the values that were read from them early.
     """
 
     b: Any
@@ -95,11 +95,11 @@ class ModInputs:
 
 @record
 class RowValues:
-    """What backward makes weights and score gradients of, for each query row: see
+    """Row values, from which backward computes weights and score gradients: see
     `backward.row_kernel`.
 
     Attributes:
-        row_max, size: read in careful steps alone.
+        row_max, size: only careful steps read them.
     """
 
     lse2: Any
@@ -110,7 +110,7 @@ class RowValues:
 
 @record
 class DeltaSources:
-    """What `backward.delta_of_rows` reads: arguments of `backward.row_kernel`."""
+    """Sources of `backward.delta_of_rows`: arguments of `backward.row_kernel`."""
 
     out: Any
     rest: Any
@@ -133,7 +133,7 @@ class DeltaSources:
 
 @record
 class RowResults:
-    """Where rows' results beside out go.
+    """Destinations of the row results beside out.
 
     Attributes:
         tops, lse, max_scores: arguments of `forward.forward_kernel`.

@@ -79,14 +79,13 @@ _HEAD_GROUP_BYTES = 16 << 20
 _HEADS_AT_A_TIME = 8
 """Maximum number of heads that run at a time. 16 MiB hold more short heads than run at once: other
 heads' tiles then evict what a head's tiles share before its next one reads it. Measured on H100s
-alone: `bench/results/h100_cuda.md`."""
+only: `bench/results/h100_cuda.md`."""
 _LARGEST_CAP = 256.0
-"""The sum of `cap_factors` up to which a call is coarse: 5e-7 times it, what
-`operations.tanh_capped` is then off, is a quarter of what rounding to float16 may take from a
-weight."""
+"""Maximum sum of `cap_factors` of a coarse call. `operations.tanh_capped` is off by 5e-7 times the
+sum, which is a quarter of what rounding to float16 may take from a weight."""
 _OPTION_NAMES: dict[KernelName, tuple[str, str, str, str]] = {
     "forward": ("block_m", "block_n", "num_warps", "num_stages"),
-    # Its rows are all that there are.
+    # A decoding tile always holds all rows.
     "decode": ("", "block_n", "num_warps", "num_stages"),
     "keys": ("dkv_block_m", "dkv_block_n", "backward_num_warps", "backward_num_stages"),
     "queries": ("dq_block_m", "dq_block_n", "backward_num_warps", "backward_num_stages"),
@@ -101,12 +100,13 @@ _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 
 
 def padded(dim: int) -> int:
-    """Columns of a tile of that head dim."""
+    """Return the columns of a tile of this head dim."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def columns_of_part(dim: int) -> int:
-    """Columns of a part of such a tile, for kernels whose tiles may have several (`column_parts`).
+    """Return the columns of a part of such a tile, for kernels whose tiles may have several
+    (`column_parts`).
 
     Three parts of 64 save a quarter of head dims 129 to 192. Narrower parts would save as much of
     other head dims, but products of 32 columns take Hopper as long as those of 64.
@@ -118,10 +118,10 @@ class MaskRows(NamedTuple):
     """A block mask's runs as kernels read them (`mask_refinement`).
 
     Args:
-        offsets, ends: int32, where in `runs` those of a row of blocks begin and end; batch entries
-            and heads are `strides` elements apart.
+        offsets, ends: int32, positions in `runs` where those of a row of blocks begin and end;
+            batch entries and heads are `strides` elements apart.
         runs: int32 [n, 3]: first block, end block, FULL or PARTIAL.
-        block_size: elements of a block: of a row, then of a column.
+        block_size: elements of a block, first along the side of its row, then of its column.
     """
 
     offsets: Tensor
@@ -132,15 +132,15 @@ class MaskRows(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """The functions of a module of `anyflex_triton.mods`, or None.
+    """Functions of a module of `anyflex_triton.mods`, each None where the module lacks it.
 
     Args:
         key: tells modules of one spec apart.
-        score_mod: also brings in a scale that can't wait until maxima are taken.
-        read_rows, read_columns: of what rows and columns alone decide, each None where that is
-            nothing. Without both, the others of read are `score_mod` and `mask_mod`.
-        mask_scores: of `anyflex_triton.mods.mask_scores_source`, where a module has that; so the
-            same of read.
+        score_mod: also applies a scale that can't wait until row_max is known.
+        read_rows, read_columns: read what rows, or columns, alone decide; None where that is
+            nothing. Without both, the functions of read are `score_mod` and `mask_mod` themselves.
+        mask_scores: function of `anyflex_triton.mods.mask_scores_source`, where a module has it;
+            likewise its variant of read.
     """
 
     key: object
@@ -157,11 +157,11 @@ class Mods(NamedTuple):
 
     @classmethod
     def of(cls, key: object, functions: Mapping[str, Any], unscored: Any = None) -> Mods:
-        """Return a module's.
+        """Return the functions of a module.
 
         Args:
             functions: by name.
-            unscored: what a module without a score mod has in its place.
+            unscored: stand-in for the score mod of a module without one.
         """
         score_mod, mask_mod = functions.get("score_mod", unscored), functions.get("mask_mod")
         mask_scores = functions.get("mask_scores")
@@ -180,7 +180,7 @@ class Mods(NamedTuple):
         )
 
     def reading(self) -> dict[str, object]:
-        """Constants of a kernel that reads early what it can."""
+        """Return the constants of a kernel that reads early whatever it can."""
         return {
             "READ_ROWS": self.read_rows,
             "READ_COLUMNS": self.read_columns,
@@ -190,21 +190,21 @@ class Mods(NamedTuple):
 
 
 class Programs:
-    """Thread-safe.
+    """Signatures, configs and programs of one spec's kernels. Thread-safe.
 
     Args:
-        spec: what the backend accepted.
-        source: of the mods, by `anyflex_triton.mods.write_source`.
-        target: which configs.
+        spec: the accepted spec.
+        source: text of the mods, by `anyflex_triton.mods.write_source`.
+        target: key of the config table.
         overrides: the user's options by name.
-        tuner: finds the fastest configs; None: they are the table's.
+        tuner: finds the fastest configs; None: the table's are used.
         files: where compiled kernels are kept; see `Program`.
     """
 
     made_as: ClassVar[type[Program]] = Program
     """Class that compiles and launches kernels."""
     most_heads: int | None = _HEADS_AT_A_TIME
-    """Maximum number of key heads that run at a time; None: as many as 16 MiB hold."""
+    """Maximum number of KV heads that run at a time; None: as many as 16 MiB hold."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Programs:
             has_narrow_values=spec.value_head_dim <= 128,
             in_tf32=self.in_tf32,
         )
-        # A mask may have finer blocks once for all heads and batch entries.
+        # A mask may have finer blocks if it is the same for all heads and batch entries.
         self.is_finer = (
             bool(self.overrides.get("finer_mask", self.mask_reads))
             and graph is not None
@@ -266,12 +266,12 @@ class Programs:
         self.wants_delta = spec.gradients != ("v",) or bool(self.learned)
 
     def config(self, name: KernelName) -> Config:
-        """Return what a kernel is compiled with where nothing was timed."""
+        """Return the config of a kernel where nothing was timed."""
         return self.configs(name)[0]
 
     def configs(self, name: KernelName) -> tuple[Config, ...]:
-        """Return what a kernel is compiled with where nothing was timed, then what autotuning
-        tries beside it."""
+        """Return the config of a kernel where nothing was timed, then the candidates of
+        autotuning."""
         found = self._configs.get(name)
         if found is None:
             first = self._allowed(name, config_for(self.target, name, self._traits))
@@ -287,11 +287,11 @@ class Programs:
         return found
 
     def tunes(self, name: KernelName) -> bool:
-        """Whether timing decides: the user asks for it, and other options leave a choice."""
+        """Whether timing decides: the user asks for it, and the other options leave a choice."""
         return len(self.configs(name)) > 1
 
     def tuned(self, name: KernelName, call: Call) -> Config | None:
-        """Return the config that was found the fastest for such calls, if asked for and known."""
+        """Return the config that timing found fastest for such calls, if asked for and known."""
         if self.tuner is None or not self.tunes(name):
             return None
         return self.tuner.known(name, call, self.configs(name))
@@ -303,11 +303,11 @@ class Programs:
         launch_with: Callable[[Config], Launch],
         before: Sequence[Launch] = (),
     ) -> Launch:
-        """Return the launch with the config that the kernel shall have for this call.
+        """Return the launch with the kernel's config for this call.
 
         Args:
             launch_with: returns the launch with a config.
-            before: fill what the launch reads; they are run before anything is timed.
+            before: launches that fill its inputs; they run before anything is timed.
         """
         configs = self.configs(name)
         config = configs[0]
@@ -317,7 +317,8 @@ class Programs:
         return launch_with(config)
 
     def _allowed(self, name: KernelName, config: Config) -> Config:
-        """The nearest config with the user's options, and tiles within the mask's blocks."""
+        """Return the nearest config with the user's options, and tiles within the mask's
+        blocks."""
         config = self._overridden(name, config)
         if self.spec.mask_kind == "runs" and name != "decode":
             block = self.spec.block_size[1 if name == "keys" else 0]
@@ -326,7 +327,7 @@ class Programs:
         return config
 
     def _overridden(self, name: KernelName, config: Config) -> Config:
-        """The user's options instead of the table's."""
+        """Return the config with the user's options instead of the table's."""
         wanted = self.overrides
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
         config = with_tile(
@@ -345,7 +346,7 @@ class Programs:
         """Raise ArgumentError from `error` if the user gave options that shape these kernels.
 
         Args:
-            error: Triton's OutOfResources, of a kernel that takes more of a core than there is.
+            error: Triton's OutOfResources, of a kernel that needs more than a multiprocessor has.
         """
         kernels: tuple[KernelName, ...] = ("keys", "queries")
         if direction == "forward":
@@ -362,7 +363,7 @@ class Programs:
         ) from error
 
     def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
-        """The call's mods.
+        """Return the call's mods.
 
         Args:
             even: whether the kernel's tiles end where the lengths do.
@@ -380,7 +381,7 @@ class Programs:
     def mods_key(
         self, call: Call, even: bool, sums: Sums = "floats"
     ) -> tuple[bool, bool, bool, bool, Sums]:
-        """Return what tells the call's mods from the spec's others: the arguments of `mods`."""
+        """Return the arguments of `mods`, which tell the call's mods from the spec's others."""
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
         coarse = self.is_coarse(call)
@@ -390,7 +391,8 @@ class Programs:
         return (within, coarse, short, plain, sums)
 
     def is_coarse(self, call: Call) -> bool:
-        """Whether the call has soft caps, and small ones: as `source_for` asks."""
+        """Whether the call has soft caps, with a small sum of `cap_factors`: `source_for`'s
+        ``coarse``."""
         if not self._caps:
             return False
         factors = (
@@ -421,13 +423,13 @@ class Programs:
         )
 
     def kept(self, call: Call, key: object) -> Any:
-        """Return what `keep` was given for this key and a call of the same shapes and strides, or
+        """Return the value that `keep` stored for this key and the call's shapes and strides, or
         None."""
         return None if call.kept is None else call.kept.get(key)
 
     def keep(self, call: Call, key: object, made: T) -> T:
-        """Keep and return what follows from this key and the call's shapes and strides alone. Too
-        many keys of one shape are all forgotten."""
+        """Store and return a value that follows from this key and the call's shapes and strides
+        alone. When a shape has too many keys, all of them are evicted."""
         if call.kept is not None:
             if len(call.kept) >= _KEPT:
                 call.kept.clear()
@@ -457,16 +459,18 @@ class Programs:
         return dict.fromkeys(names, pointer_type(self.spec.dtype))
 
     def describer(self, *tensors: Tensor) -> Describer | None:
-        """Return who can make descriptors that make these tensors' loads faster, if anybody."""
-        # Products of float32 read their tiles into registers, whose layout isn't a descriptor's.
+        """Return the side that can make descriptors that speed up these tensors' loads, or
+        None."""
+        # Products of float32 read their tiles into registers, in a layout that descriptors don't
+        # have.
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
         if fits and self.target in _DESCRIBING and all(map(_is_described, tensors)):
             return "host"
         return self.own_describer(*tensors)
 
     def own_describer(self, *tensors: Tensor) -> Literal["kernel"] | None:
-        """Return `describer` where descriptors as arguments are no faster."""
-        # Intel's compiler makes 2D block loads of those that a kernel makes itself.
+        """Return `describer` for targets where descriptors as arguments are no faster."""
+        # Intel's compiler makes 2D block loads of descriptors that a kernel makes itself.
         if self.target == "xpu" and all(map(is_blocked, tensors)):
             return "kernel"
         return None
@@ -539,13 +543,13 @@ class Programs:
         over: Literal["keys", "queries"],
         rows: MaskRows | None,
     ) -> bool:
-        """Whether the tiles that a kernel runs over end where lengths and mask blocks do."""
+        """Whether the tiles that a kernel loops over end where lengths and mask blocks do."""
         step = config.block_n if over == "keys" else config.block_m
         length = call.key.shape[2] if over == "keys" else call.query.shape[2]
         return length % step == 0 and (rows is None or rows.block_size[1] % step == 0)
 
     def head_group(self, batch_heads: int, keys: int) -> int:
-        """Query heads, of so many in all, that run at a time."""
+        """Return how many of the query heads run at a time."""
         spec = self.spec
         of_head = keys * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
         wanted = heads_at_a_time(of_head, self.most_heads) * spec.gqa_ratio
@@ -554,19 +558,19 @@ class Programs:
 
 
 def heads_at_a_time(bytes_of_head: int, most: int | None = _HEADS_AT_A_TIME) -> int:
-    """Heads whose tiles run before any of the next heads', at least 1.
+    """Return the number of heads whose tiles run before any of the next heads', at least 1.
 
     Args:
-        bytes_of_head: what the tiles of one head share.
-        most: heads; None: as many as 16 MiB hold.
+        bytes_of_head: bytes that the tiles of one head share.
+        most: maximum number of heads; None: as many as 16 MiB hold.
     """
     held = max(1, _HEAD_GROUP_BYTES // max(1, bytes_of_head))
     return held if most is None else min(held, most)
 
 
 def key_head_group(call: Call, more: int = 0) -> int:
-    """Key heads that run at a time where tiles are of keys. Of the query heads that share one, a
-    program takes rows of query and dout one after the other.
+    """Return the number of KV heads that run at a time where tiles are of keys. A program takes
+    the query heads that share a KV head one after the other, with their rows of query and dout.
 
     Args:
         more: bytes of a query row that its tiles share beside query and dout.
@@ -602,21 +606,21 @@ def _common_types(spec: Spec) -> dict[str, Types]:
 
 
 def tile_count(rows: MaskRows | None, length: int, size: int) -> int:
-    """Tiles of `size` rows of a head; none crosses a block of the mask's."""
+    """Return the number of tiles of `size` rows in a head; none crosses a block of the mask."""
     block = size if rows is None else rows.block_size[0]
     return -(-length // block) * -(-block // size)
 
 
 def _is_described(tensor: Tensor) -> bool:
-    """Whether a descriptor gives tiles of its heads' rows: where heads lie beside each other
-    columns of padding would be the next one's."""
+    """Whether a descriptor can load tiles of a tensor's rows. Where heads lie beside each other it
+    can't load padding, because those columns belong to the next head."""
     heads = heads_described(tensor)
     dims = tensor.shape[3]
     return heads == "stacked" or (heads == "beside" and dims % columns_of_part(dims) == 0)
 
 
 def beside(described: Describer | None, *tensors: Tensor) -> tuple[bool, ...]:
-    """BESIDE of these tensors, as the kernels have it."""
+    """Return the kernels' constant BESIDE for these tensors."""
     return tuple(described == "host" and heads_described(tensor) == "beside" for tensor in tensors)
 
 
@@ -635,14 +639,14 @@ def aligned(
 
 
 def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """(rest, tops) of what forward leaves for backward, `TritonKernel.saved_outputs`; None where
-    something isn't there."""
+    """Return (rest, tops) of what forward saves for backward, `TritonKernel.saved_outputs`; None
+    for either that isn't there."""
     rest = saved[0] if len(saved) == 2 else None
     return rest, saved[-1] if saved else None
 
 
 def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A pointer that is never used must still be one."""
+    """Return the tensor or its stand-in: a pointer that is never used must still be valid."""
     return stand_in if tensor is None else tensor
 
 

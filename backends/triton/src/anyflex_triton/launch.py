@@ -1,8 +1,8 @@
 """Launches: a program with the arguments of one call.
 
-The way from a kernel's `forward` to the driver is `launch_all` -> `Launch.run` ->
-`FixedArguments.launch` -> the launcher in C (`nvidia_launch.Launcher`); the first time, and where
-that doesn't take the kernel, -> `Program.launch`, which compiles, and Triton's own launcher.
+A kernel's `forward` reaches the driver by `launch_all` -> `Launch.run` -> `FixedArguments.launch`
+-> the launcher in C (`nvidia_launch.Launcher`). The first launch, and kernels that this launcher
+doesn't take, go by `Program.launch`, which compiles, and Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["FixedLaunch", "Launch", "launch_all", "milliseconds"]
 
 
 class Launch(NamedTuple):
-    """A program with what it runs on.
+    """A program with its grid and arguments.
 
     Args:
-        values: as `Program.launch`'s.
-        sums: tensors that are zeros before and are added to; others are overwritten.
-        fixed: the arguments that `values` lack, if any.
+        values: as in `Program.launch`.
+        sums: tensors that are added to and hold zeros before; others are overwritten.
+        fixed: the arguments that `values` lacks, if any.
     """
 
     program: Program
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     fixed: FixedArguments | None = None
 
     def run(self, device: torch.device) -> None:
-        """Run it on the current stream of the current device."""
+        """Run the program on the current stream of the current device."""
         if self.fixed is None:
             self.program.launch(self.grid, device, self.values)
         else:
@@ -49,8 +49,8 @@ class FixedLaunch(NamedTuple):
     alignment.
 
     Args:
-        program, grid: as `Launch`'s.
-        arguments: of the kernel.
+        program, grid: as in `Launch`.
+        arguments: arguments of the kernel.
     """
 
     program: Program
@@ -59,7 +59,8 @@ class FixedLaunch(NamedTuple):
 
     @classmethod
     def of(cls, launch: Launch, of_call: Collection[str]) -> FixedLaunch:
-        """Return a launch's, whose tensors and arguments named in `of_call` are the call's own."""
+        """Return the common part of a launch; tensors and arguments named in `of_call` are
+        excluded."""
         return cls(launch.program, launch.grid, FixedArguments.of(launch.values, of_call))
 
     def launch(self, values: Mapping[str, object]) -> Launch:
@@ -68,8 +69,8 @@ class FixedLaunch(NamedTuple):
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
-    """Run launches one after the other on the current stream of the current device. Before that
-    all are compiled."""
+    """Compile all launches' programs, then run them one after the other on the current stream of
+    the current device."""
     missing = [
         launch.program for launch in launches if not launch.program.is_compiled(device.index)
     ]
@@ -80,7 +81,7 @@ def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
 
 
 def milliseconds(launch: Callable[[], None]) -> float:
-    """Return the median of a launch's times on the current device, caches flushed before each; in
+    """Return the median time of a launch on the current device, caches flushed before each run; in
     the interpreter the wall time of one launch."""
     if INTERPRETED:
         begin = time.perf_counter()
