@@ -1,17 +1,14 @@
-"""What both passes of backward share: rows' values, the gradient of a tile of scores.
+"""Parts that both passes of backward share: row values, and the gradient of a tile of scores.
 
-dK and dV are made by key tiles (backward_keys.py), dQ and captured gradients by query tiles
-(backward_queries.py). Every sum is made by one program in one order: no atomics but for captured
-gradients.
+backward_keys.py computes dK and dV by key tiles, backward_queries.py dQ and captured gradients by
+query tiles. One program makes each sum, in one order: only captured gradients use atomics.
 
 FlashAttention-2's formulas (Dao, 2023): P from lse, dS = P * (dP - delta).
 
-P is 2^(score * unit - lse2). Where lse2 is large, its rounding makes all weights of the row wrong,
-and
-where it is huge, as of rows whose scores all are the lowest float, it overflows or has lost the
-logarithm of the sum. Such a row is far: its lse2 is NaN, so that the sums of its tiles are too,
-and
-those tiles are computed again with care, from the tops and sums that forward has left.
+P is 2^(score * unit - lse2). A large lse2 makes all weights of the row wrong by its rounding; a
+huge one, as of rows whose scores all are the lowest float, overflows or has lost the logarithm of
+row_sum. Such a row is far: its lse2 is NaN, so that the sums of its tiles are NaN too. Those tiles
+are computed again in careful steps, from the row_max and row_sum that forward has saved.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ __all__ = [
 # fmt: off
 
 FAR_LSE = tl.constexpr(131072.0)
-"""In powers of two. Below, all weights of a row are off by at most 2^(1 / 256), as of 16-bit types
-their rounding."""
+"""Size of lse2, in powers of two, from which a row is far. Below it all weights of a row are off
+by at most 2^(1 / 256), as much as 16-bit types round them."""
 
 
 @triton.jit
@@ -47,17 +44,17 @@ def store_weighing(
     natural, tops, row_values, value_at, at, inside, stored, values_in_all, scale,
     SCORED: tl.constexpr, IS_GIVEN: tl.constexpr,
 ):
-    """Writes what weights of rows are made of: all but delta of `row_kernel`'s row_values.
+    """Store the row values from which weights are computed: row_values without delta.
 
     Args:
-        natural: their lse, -inf where no key is live.
-        inside: which are rows; `stored`: which are stored, or None: all.
+        natural: lse of the rows, -inf where no key is live.
+        inside: whether each row exists; stored: which rows are stored, or None for all.
     """
     dead = natural == float("-inf")
     lse2 = tl.where(dead, float("inf"), natural * LOG2E)
     far = (tl.abs(lse2) >= FAR_LSE) & (tl.abs(natural) < float("inf"))
     if IS_GIVEN:
-        # Of keys that forward hasn't seen: what it left isn't theirs.
+        # lse covers keys that forward hasn't seen, so forward's row_max doesn't hold.
         top = natural if SCORED else natural / scale
         size = tl.zeros_like(natural)
     else:
@@ -71,7 +68,7 @@ def store_weighing(
 
 @triton.jit
 def delta_of_rows(sources, bh, heads, rows, q_length):
-    """sum(out * dout) - dlse of one head's rows.
+    """Return sum(out * dout) - dlse for one head's rows.
 
     Args:
         sources: `DeltaSources`.
@@ -116,18 +113,19 @@ def row_kernel(
     HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, LEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """row_values [4, B, Hq, values_of_head]: lse in powers of two, +inf in rows without a live key
-    so that weights become 0, NaN in far ones; what CAREFUL steps take: of far rows the largest
-    score and the logarithm of the sum relative to it, of others 0 and lse; then, where WANT_DELTA,
-    delta = sum(out * dout) - dlse, 0 in rows without a live key.
+    """Store row_values [4, B, Hq, values_of_head]: lse2, lse in powers of two, which is +inf in
+    rows without a live key so that weights become 0, and NaN in far rows; two values for CAREFUL
+    steps: in far rows row_max and the logarithm of row_sum, in others 0 and lse; then, where
+    WANT_DELTA, delta = sum(out * dout) - dlse, 0 in rows without a live key.
 
     Args:
-        values_of_head: L, or a little more: descriptors load those past the last row too, which
-            are as rows without a live key, for 0 times a NaN would be one.
-        out, rest, tops: what forward stored, what rounding took from it, and `forward_kernel`'s.
-        given: the sum, where IS_GIVEN.
+        values_of_head: L, or a little more: descriptors also load values past the last row, which
+            must be those of rows without a live key, because 0 times NaN is NaN.
+        out, rest, tops: stored by `forward_kernel`: results, their rounding residual, row_max and
+            row_sum.
+        given: sum(out * dout), where IS_GIVEN.
         SCORED: there is a score mod.
-        WANT_DELTA: or dV alone is wanted, and no delta.
+        WANT_DELTA: delta is computed; dV alone needs none.
         LEADS: the next launch may begin before this one ends.
     """
     if LEADS:
@@ -159,7 +157,7 @@ def row_kernel(
 
 @triton.jit
 def total_kernel(total, integers, largest, counts, count, BLOCK: tl.constexpr):
-    """total [count] += what the integers stand for (`operations.accumulate`)."""
+    """Add the numbers that integers stand for (`operations.accumulate`) to total [count]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     shift = integer_shift(
@@ -175,16 +173,16 @@ def gradient_of_scores(
     q, k, do, v, masked, inside, full, row_values, inputs, mods, gradients,
     PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr, CAREFUL: tl.constexpr,
 ):
-    """Weights, and the gradient of q k^T, both 0 at dead pairs.
+    """Return the weights, and the gradient of q k^T, both 0 at dead pairs.
 
-    Tiles are [M, N], or [N, M] where TRANSPOSED; all indices and row values come shaped for that.
+    Tiles are [M, N], or [N, M] where TRANSPOSED; all indices and row values have shapes for that.
 
     Args:
         q, k, do, v: in parts (`column_parts`).
         masked, inside, full: arguments of `masked_scores`.
         row_values, inputs, mods, gradients: `RowValues`, `ModInputs`, `Mods`, `ModGradients`.
-        CAREFUL: some element of a tensor is non-finite, or some row is far. Else 0 times what dead
-            pairs have is 0.
+        CAREFUL: some element of a tensor is non-finite, or some row is far. Otherwise the values
+            at dead pairs are finite, and 0 times them is 0.
     """
     if TRANSPOSED:
         raw = product_of_rows(k, q, PRECISION)
@@ -193,7 +191,7 @@ def gradient_of_scores(
     if mods.SCORE_MOD is not None:
         raw = raw * mods.scale
     scores = final_scores(raw, masked, inside, full, inputs, mods)
-    # While this product runs, weights are made.
+    # The weights are computed while this product runs.
     if TRANSPOSED:
         dweights = product_of_rows(v, do, PRECISION)
     else:
@@ -202,7 +200,7 @@ def gradient_of_scores(
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     if CAREFUL:
         exponent = (scores - row_values.row_max) * unit - row_values.size
-        # Products that are summed in another order than forward's may pass its largest.
+        # Products that are summed in another order than forward's may exceed its row_max.
         weights = tl.exp2(tl.where(exponent > 0.0, 0.0, exponent))
     else:
         weights = tl.exp2(scores * unit - lse2)
@@ -213,7 +211,7 @@ def gradient_of_scores(
         grad = tl.where(live, grad, 0.0)
     if gradients.CAPTURED_GRADIENTS is not None:
         if CAREFUL:
-            # The other pairs have been added; but Hopper's kernel leaves out pairs without weight,
+            # The other pairs have been added. But Hopper's kernel leaves out pairs without weight,
             # whose gradients are 0 or non-finite: adding those twice does no harm.
             there = live & ((lse2 != lse2) | (weights == 0.0))
         else:

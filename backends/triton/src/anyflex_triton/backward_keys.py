@@ -1,4 +1,4 @@
-"""dK and dV: a program takes a tile of keys over the query rows that see it."""
+"""Backward by key tiles, for dK and dV: a program steps over the query rows that see its keys."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = ["HeadRowValues", "add_to_keys", "key_kernel"]
 
 @record
 class HeadRowValues:
-    """`backward.row_kernel`'s row_values of one head.
+    """Row values of one head, from `backward.row_kernel`.
 
     Attributes:
-        tensor: a pointer, or where DESCRIBED is "host" a descriptor, which past a head's end gives
-            other rows' values.
-        first: where this head's lse2 begin.
-        values_in_all: values of all heads; the next kind of values is so much further.
+        tensor: a pointer, or a descriptor where DESCRIBED is "host". Past a head's end the
+            descriptor gives other rows' values.
+        first: offset of this head's lse2.
+        values_in_all: values of all heads, which is the distance to the next kind of values.
     """
 
     tensor: Any
@@ -62,11 +62,11 @@ class HeadRowValues:
 def load_row_values(
     row_values, at, first, rows, end, BOUND: tl.constexpr, DESCRIBED: tl.constexpr
 ):
-    """Values [M] of `row_kernel`, those of query rows first + rows.
+    """Load values [M] of `row_kernel` for the query rows first + rows.
 
     Args:
         row_values, DESCRIBED: `HeadRowValues`'s tensor and DESCRIBED.
-        at: where this head's begin.
+        at: offset of this head's values.
     """
     if DESCRIBED == "host":
         return row_values.load([(at + first).to(tl.int32)])
@@ -82,12 +82,12 @@ def add_to_keys(
     end, q_length, masked, full, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
-    """dK and dV with what the query rows from `first` on add.
+    """Return dK and dV after the query rows from `first` on are added.
 
     Args:
         queries, douts: `HeadRows`. row_values: `HeadRowValues`.
         masked, full: arguments of `masked_scores`.
-        BOUND: whether rows past `end` are there.
+        BOUND: some rows may be past `end`.
         CAREFUL: argument of `gradient_of_scores`.
     """
     tables = inputs.tables
@@ -103,7 +103,7 @@ def add_to_keys(
             BOUND, DESCRIBED,
         )
     else:
-        # Nothing that is made of it is kept.
+        # A placeholder: no result depends on it.
         delta = lse2
     row_max = lse2
     size = lse2
@@ -131,7 +131,7 @@ def add_to_keys(
         mods, gradients, queries.PRECISION, True, CAREFUL,
     )
     if CAREFUL:
-        # A non-finite query has NaN in its live pairs already; a non-finite dout does reach all
+        # A non-finite query has made its live pairs NaN already; a non-finite dout does reach all
         # keys, unless no key is live.
         q = finite_parts(q)
         alive = (rows < end) & (lse2 != float("inf"))
@@ -157,23 +157,25 @@ def key_kernel(
     DESCRIBED: tl.constexpr, BESIDE: tl.constexpr, EVEN: tl.constexpr, LOOPED: tl.constexpr,
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
+    """Compute dK and dV; one program per tile of BLOCK_N keys of a KV head, over all rows that
+    read it.
 
     Args:
         D, DV: columns of a part (`column_parts`).
-        row_values: of `row_kernel`, [4, values_in_all].
+        row_values: output of `row_kernel`, [4, values_in_all].
         query_rows, dout_rows, values_by_row: query, dout and row_values by pointers, whatever
             DESCRIBED says.
-        DESCRIBED: "host": query, dout and row_values are descriptors, of tiles of BLOCK_M.
-            "kernel": those of query and dout are made here, of a head's rows. None: pointers.
-        BESIDE: of query and dout, as in `head_at`.
-        offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
-            blocks.
-        LOOPED: the loop over query heads stays one where there is one head.
-        FOLLOWS: it may begin before the launch before it ends. LEADS: and the next before it does.
+        DESCRIBED: "host": query, dout and row_values are descriptors of tiles of BLOCK_M.
+            "kernel": the kernel makes those of query and dout, for a head's rows. None: pointers.
+        BESIDE: one for query and one for dout, as in `head_at`.
+        offsets, ends, runs: those of the transposed mask: its rows are key blocks, its runs count
+            query blocks.
+        LOOPED: the loop over query heads stays a loop where there is one head.
+        FOLLOWS: the launch may begin before the one before it ends. LEADS: the next may begin
+            before this one ends.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
-    # Under causal masks the first keys are those that most queries see.
+    # Under causal masks most queries see the first keys.
     tile = tiles - 1 - tile
     kv_b = unit // kv_heads
     kv_head = unit % kv_heads
@@ -207,14 +209,14 @@ def key_kernel(
     dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
     rows_of_tile = tl.arange(0, BLOCK_M)
     if FOLLOWS:
-        # Keys and values were there before the call's first launch; row values may not be yet.
+        # Keys and values were complete before the call's first launch; row values may not be yet.
         await_earlier()
     if LEADS:
         let_next_begin()
 
     streams = GROUP * batch if KV_SHARED else GROUP
     if LOOPED:
-        # For Blackwell Triton 3.6 fails to compile what it makes of a loop that runs once.
+        # Triton 3.6 fails to compile a loop that runs once for Blackwell.
         streams = tl.minimum(streams, batch * heads)
     for stream in range(streams):
         b = stream // GROUP if KV_SHARED else kv_b
@@ -261,7 +263,7 @@ def key_kernel(
             last_run = 1
 
         others = 0
-        # Long FULL runs but for their last step: no pair is dead.
+        # This loop runs long FULL runs except for their last step: no pair is dead.
         for r in range(run, last_run):
             begin, run_end, run_full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
             steps = long_steps(begin, run_end, run_full, BLOCK_M)
@@ -273,9 +275,10 @@ def key_kernel(
                     WANT_DV, False, False,
                 )
 
-        # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
-        # steps were counted above: else ptxas makes products wait for each other (C7515). So does
-        # here what the other kernels have instead of this `if`.
+        # One loop takes PARTIAL runs and the rest of the others, because each loop begins with a
+        # wait. Its steps were counted above, else ptxas makes products wait for each other
+        # (C7515). The form that the other kernels have in place of this `if` would do the same
+        # here.
         r = run
         first, end, full = first_other_step(
             runs, run, last_run, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
@@ -297,8 +300,8 @@ def key_kernel(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
                 )
 
-    # Non-finite values and far rows have reached keys that their query doesn't see: 0 * NaN is
-    # NaN. All steps again, a few rows each (`FEW`).
+    # Non-finite values and far rows have reached keys that their query doesn't see, because 0 *
+    # NaN is NaN. All steps run again, a few rows each (`FEW`).
     nonfinite = tl.max(any_nonfinite(dk_sum), 0)
     if tl.maximum(nonfinite, tl.max(any_nonfinite(dv_sum), 0)) > 0:
         dk_sum = zeros_of_parts(BLOCK_N, DIM, D)

@@ -1,4 +1,4 @@
-"""dQ and the gradients of captured tensors: a program takes a query tile, as in forward."""
+"""Backward by query tiles, for dQ and gradients of captured tensors."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def add_to_queries(
     dq_sum, keys, values, q, do, row_values, inputs, mods, gradients, first, columns, end,
     kv_length, masked, full, WANT_DQ: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
-    """dQ with what the keys from `first` on add.
+    """Return dQ after the keys from `first` on are added.
 
     Args:
         keys, values: `HeadRows`. row_values: `RowValues` [M].
         masked, full: arguments of `masked_scores`.
-        BOUND: whether keys past `end` are there.
+        BOUND: some keys may be past `end`.
         CAREFUL: argument of `gradient_of_scores`.
     """
     tables = inputs.tables
@@ -71,7 +71,7 @@ def add_to_queries(
         mods, gradients, keys.PRECISION, False, CAREFUL,
     )
     if CAREFUL:
-        # A non-finite key has NaN in its live pairs already.
+        # A non-finite key has made its live pairs NaN already.
         k = finite_parts(k)
     if WANT_DQ:
         dq_sum = add_products(dq_sum, grad.to(k[0].dtype), k, keys.PRECISION)
@@ -92,16 +92,16 @@ def query_kernel(
     EVEN: tl.constexpr,
     FOLLOWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
+    """Compute dQ and gradients of captured tensors; one program per query tile, as in forward.
 
     Args:
         D, DV: columns of a part (`column_parts`).
-        row_values: of `row_kernel`, [4, values_in_all].
+        row_values: output of `row_kernel`, [4, values_in_all].
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         DESCRIBED, BESIDE: as in `forward_kernel`.
-        totals: accumulators of the captured tensors that learn, added to atomically.
-        FOLLOWS: it may begin before the launch before it ends, which is `key_kernel`'s, all of
-            whose programs have waited, so that row values are there.
+        totals: accumulators of the captured tensors that need gradients, added to atomically.
+        FOLLOWS: the launch may begin before the one before it ends, which must be `key_kernel`'s:
+            all of its programs have waited, so that row values are complete.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
@@ -116,8 +116,8 @@ def query_kernel(
         first_row = tile * BLOCK_M
         end_row = q_length
         run = 0
-        # Always 1, which ptxas mustn't know where sums have parts: outside of another loop
-        # products would wait for each other (C7515).
+        # This number is always 1, which ptxas mustn't know where sums have parts: outside of
+        # another loop products would wait for each other (C7515).
         last_run = tl.minimum(tiles, 1) if DIM > D else 1
     if first_row >= end_row:
         return
@@ -173,7 +173,7 @@ def query_kernel(
     dq_sum = zeros_of_parts(BLOCK_M, DIM, D)
 
     others = 0
-    # Long FULL runs but for their last step: no pair is dead.
+    # This loop runs long FULL runs except for their last step: no pair is dead.
     for r in range(run, last_run):
         begin, run_end, run_full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
         steps = long_steps(begin, run_end, run_full, BLOCK_N)
@@ -184,9 +184,9 @@ def query_kernel(
                 begin + step * BLOCK_N, columns, 0, kv_length, None, True, WANT_DQ, False, False,
             )
 
-    # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
-    # steps were counted above, and `_once` is no `if`: else ptxas makes products wait for each
-    # other (C7515), and Triton fails to compile forward for Blackwell.
+    # One loop takes PARTIAL runs and the rest of the others, because each loop begins with a wait.
+    # Its steps were counted above, and `_once` is no `if`: otherwise ptxas makes products wait for
+    # each other (C7515), and Triton fails to compile forward for Blackwell.
     r = run
     first, end, full = first_other_step(
         runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
@@ -207,8 +207,8 @@ def query_kernel(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
-    # A non-finite key has reached rows that don't see it: 0 * NaN is NaN. Far rows have yet to be
-    # computed. All steps again, a few keys each (`FEW`).
+    # A non-finite key has reached rows that don't see it, because 0 * NaN is NaN. Far rows are
+    # still to be computed. All steps run again, a few keys each (`FEW`).
     inexact = any_nonfinite(dq_sum) | (lse2 != lse2).to(tl.int32)
     if tl.max(inexact, 0) > 0:
         careful = row_values + values_in_all + at
@@ -240,5 +240,6 @@ def query_kernel(
         base = tensor_at(dq, dq_strides, b, h, UNITS[4])
         store_parts(base, dq_strides, rows, end_row, dq_sum, scale, DIM, D, UNITS[4], WIDE)
     if FOLLOWS:
-        # Nothing is read any more: its end says that keys' launch has ended too.
+        # This program reads nothing more; it waits so that its end implies the end of keys'
+        # launch.
         await_earlier()

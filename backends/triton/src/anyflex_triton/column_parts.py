@@ -1,8 +1,8 @@
-"""Tiles of rows whose columns come in parts, for head dims that padding would make much longer.
+"""Tiles of rows whose columns come in parts, for head dims that padding would enlarge by much.
 
-Columns of a block of Triton's are a power of two: head dim 192 would be padded to 256, and is
-three blocks of 64 (`programs.columns_of_part`). A tile is the tuple of its parts, each [rows, D];
-most have one.
+The columns of a block of Triton's are a power of two: head dim 192 would be padded to 256, and is
+three blocks of 64 instead (`kernel_signatures.columns_of_part`). A tile is the tuple of its parts,
+each [rows, D]; most have one.
 """
 
 # A tuple grows by a part in each turn of an unrolled loop.
@@ -40,7 +40,7 @@ def load_parts(
     UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """As `load_tile`."""
+    """Load the parts of a tile, as `load_tile`."""
     parts = ()
     for column in tl.static_range(0, DIM, D):
         parts = parts + (load_tile(
@@ -55,7 +55,7 @@ def load_row_parts(
     base, strides, rows, end, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """As `load_rows`; 0 past `end`."""
+    """Load the parts of rows, as `load_rows`; 0 past `end`."""
     parts = ()
     for column in tl.static_range(0, DIM, D):
         parts = parts + (load_rows(
@@ -66,10 +66,10 @@ def load_row_parts(
 
 @triton.jit
 def load_step_rows(rows, first, places, end, BOUND: tl.constexpr):
-    """The rows first + places of `kernel_records.HeadRows`.
+    """Load the rows first + places of `kernel_records.HeadRows`.
 
     Args:
-        BOUND: whether some rows past `end` are there.
+        BOUND: some rows may be past `end`.
     """
     return load_parts(
         rows.tensor, rows.base, rows.strides, first, places, end, rows.DIM, rows.D, rows.UNIT,
@@ -79,7 +79,7 @@ def load_step_rows(rows, first, places, end, BOUND: tl.constexpr):
 
 @triton.jit
 def load_pointed_rows(rows, places, end):
-    """Rows of `kernel_records.HeadRows` by pointers; 0 past `end`."""
+    """Load rows of `kernel_records.HeadRows` by pointers; 0 past `end`."""
     return load_row_parts(
         rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
         rows.WIDE,
@@ -88,7 +88,7 @@ def load_pointed_rows(rows, places, end):
 
 @triton.jit
 def zeros_of_parts(ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
-    """Sums of products before the first, float32."""
+    """Return zeros for sums of products, float32."""
     parts = ()
     for _column in tl.static_range(0, DIM, D):
         parts = parts + (tl.zeros([ROWS, D], tl.float32),)
@@ -97,7 +97,7 @@ def zeros_of_parts(ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def product_of_rows(a, b, PRECISION: tl.constexpr):
-    """a b^T [rows of a, rows of b]."""
+    """Return a b^T [rows of a, rows of b]."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for i in tl.static_range(1, len(a)):
         product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
@@ -106,7 +106,7 @@ def product_of_rows(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_products(sums, x, rows, PRECISION: tl.constexpr):
-    """sums + x rows, x [M, N] and `rows` of N rows."""
+    """Return sums + x rows, for x [M, N] and `rows` of N rows."""
     parts = ()
     for i in tl.static_range(len(sums)):
         parts = parts + (tl.dot(x, rows[i], sums[i], input_precision=PRECISION),)
@@ -115,7 +115,7 @@ def add_products(sums, x, rows, PRECISION: tl.constexpr):
 
 @triton.jit
 def scaled_rows(sums, factors):
-    """`sums` times a row's factor [M]."""
+    """Return `sums` times one factor per row, [M]."""
     parts = ()
     for i in tl.static_range(len(sums)):
         parts = parts + (sums[i] * factors[:, None],)
@@ -124,7 +124,7 @@ def scaled_rows(sums, factors):
 
 @triton.jit
 def any_nonfinite(parts):
-    """1 for each row with a non-finite element, int32."""
+    """Return int32, 1 for each row with a non-finite element."""
     found = tl.max(nonfinite(parts[0]).to(tl.int32), 1)
     for i in tl.static_range(1, len(parts)):
         found = tl.maximum(found, tl.max(nonfinite(parts[i]).to(tl.int32), 1))
@@ -133,7 +133,7 @@ def any_nonfinite(parts):
 
 @triton.jit
 def finite_parts(parts):
-    """As `without_nonfinite`."""
+    """Apply `without_nonfinite` to each part."""
     found = ()
     for i in tl.static_range(len(parts)):
         found = found + (without_nonfinite(parts[i]),)
@@ -142,7 +142,7 @@ def finite_parts(parts):
 
 @triton.jit
 def chosen_rows(chosen, parts):
-    """`parts` with 0 in rows that aren't chosen."""
+    """Return `parts` with 0 in rows that aren't chosen."""
     found = ()
     for i in tl.static_range(len(parts)):
         found = found + (tl.where(chosen[:, None], parts[i], tl.zeros_like(parts[i])),)
@@ -154,7 +154,7 @@ def store_parts(
     base, strides, rows, end, parts, factor, DIM: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """As `store_rows`, times `factor` unless that is None."""
+    """Store parts, as `store_rows`, times `factor` unless that is None."""
     for i in tl.static_range(len(parts)):
         value = parts[i]
         if factor is not None:

@@ -1,6 +1,6 @@
-"""Attention forward for a few query rows: keys are cut into splits, whose sums are combined.
+"""Forward for a few query rows: keys are cut into splits, whose results are combined.
 
-Split-KV (Flash-Decoding, Dao et al., 2023). The query heads of a key head are rows of one tile, so
+Split-KV (Flash-Decoding, Dao et al., 2023). The query heads of a KV head are rows of one tile, so
 that keys are read once for all of them.
 """
 
@@ -31,10 +31,10 @@ __all__ = ["combine_kernel", "decode_kernel", "store_row"]
 
 @triton.jit
 def load_of_split(rows, first, places, end, BOUND: tl.constexpr):
-    """Rows first + places of `HeadRows`, all columns at once.
+    """Load the rows first + places of `HeadRows`, all columns at once.
 
     Args:
-        BOUND: whether some rows past `end` are there.
+        BOUND: some rows may be past `end`.
     """
     return load_tile(
         rows.tensor, rows.base, rows.strides, first, places, end, rows.DIM, rows.D, rows.UNIT,
@@ -44,7 +44,7 @@ def load_of_split(rows, first, places, end, BOUND: tl.constexpr):
 
 @triton.jit
 def scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION: tl.constexpr):
-    """Scores [M, N] like those of `forward.final_scores`; -inf at dead pairs.
+    """Return scores [M, N] as `forward.final_scores` does; -inf at dead pairs.
 
     Args:
         live: [M, N], or None where all pairs are live.
@@ -70,14 +70,15 @@ def decode_kernel(
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """One program a split of the keys of PACKED query heads (GROUP of them, or 1).
+    """Compute a split of the keys for PACKED query heads (GROUP of them, or 1); one program per
+    split.
 
     Args:
-        partial_out: [B, Hq, L, splits, Ev], float32, relative to its own top; from its element
-            `sums_at` on [B, Hq, L, splits, 3]: the largest score, the sum of weights relative to
-            it, 1 if a score is NaN.
+        partial_out: [B, Hq, L, splits, Ev], float32, relative to each split's own row_max; from
+            its element `sums_at` on [B, Hq, L, splits, 3]: row_max, row_sum relative to it, and 1
+            if a score is NaN.
         split_length: keys of a split, a multiple of BLOCK_N.
-        DESCRIBED: "kernel": descriptors of key and value are made here. None: pointers.
+        DESCRIBED: "kernel": the kernel makes descriptors of key and value. None: pointers.
         LEADS: the next launch may begin before this one ends.
     """
     if LEADS:
@@ -163,7 +164,8 @@ def decode_kernel(
             )
             nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
-            # Subtracted first: it may be huge. Nobody waits for it: keys take longer.
+            # The difference is taken before scaling, because scores may be huge. It costs nothing:
+            # loading keys takes longer.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2((scores - shift[:, None]) * unit)
             alpha = tl.exp2((row_max - shift) * unit)
@@ -205,7 +207,7 @@ def decode_kernel(
                 input_precision=PRECISION,
             )
             if tl.max(tl.max(nonfinite(v).to(tl.int32), 1), 0) > 0:
-                # Non-finite values reach the rows that see them.
+                # Non-finite values reach only the rows that see them.
                 acc += nonfinite_sum(live, v)
             row_max = new_max
 
@@ -227,12 +229,12 @@ def store_row(
     acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_REST: tl.constexpr,
 ):
-    """Write what is wanted of one query row.
+    """Store the wanted results of one query row.
 
     Args:
-        acc: [DV], weighted values; row_max, row_sum: as in `decode_kernel`'s sums; nan: 1 if a
+        acc: [DV], weighted values; row_max, row_sum: as `decode_kernel` stores them; nan: 1 if a
             score is NaN.
-        at: the row, counted over all rows of all heads.
+        at: index of the row over all rows of all heads.
         results: `RowResults`.
     """
     dims = tl.arange(0, DV)
@@ -243,7 +245,7 @@ def store_row(
     base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
     tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
     if WANT_REST:
-        # As in forward; rows of rest lie one after the other.
+        # Rounding is as in forward; rows of rest lie one after the other.
         rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
         rest_at = rest + at * VALUE_DIM + dims
         tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
@@ -265,12 +267,12 @@ def combine_kernel(
     SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
     WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):
-    """One program a query row: the splits' sums, in their order, SPLITS at a time.
+    """Combine the splits of a query row in their order, SPLITS at a time; one program per row.
 
     Args:
-        partial_out, sums_at: `decode_kernel`'s.
-        FOLLOWS: it may begin before that kernel's launch ends.
-        the others: `store_row`'s.
+        partial_out, sums_at: arguments of `decode_kernel`.
+        FOLLOWS: the launch may begin before that kernel's ends.
+        the others: arguments of `store_row`.
     """
     if FOLLOWS:
         await_earlier()

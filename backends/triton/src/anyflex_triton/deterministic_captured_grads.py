@@ -1,9 +1,9 @@
-"""Captured tensors' gradients that repeat bit for bit.
+"""Deterministic gradients of captured tensors, which repeat bit for bit.
 
-Floats that are added in another order are rounded otherwise; integers are not rounded. So the
-query pass runs twice: it finds how many additions each element gets, and the largest, then it adds
+The rounding of a sum of floats depends on its order; integers are not rounded. So the query pass
+runs twice. First it finds the number of additions of each element, and the largest. Then it adds
 integers, multiples of a power of two that is as small for each element as its sum's 63 bits allow.
-What isn't finite is added as floats: infinity and NaN are the same in any order.
+Non-finite additions are summed as floats: infinity and NaN are the same in any order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _BLOCK = 1024
 
 
 def integer_specs(made: Programs, call: Call) -> tuple[TensorSpec, ...]:
-    """Return the workspace: for the elements of each learning tensor integers, then the largest
-    addition, then the number of additions. It is empty where no gradient of a captured tensor has
-    to repeat."""
+    """Return the workspace: for the elements of each tensor that needs a gradient an integer, then
+    the largest addition, then the number of additions. It is empty where no gradient of a captured
+    tensor has to be deterministic."""
     if made.spec.determinism == "off" or not made.learned:
         return ()
     return tuple(
@@ -51,7 +51,7 @@ def repeatable_launches(
     """Return the launches that fill dq and add to `totals`, float32.
 
     Args:
-        workspace: of `integer_specs`.
+        workspace: tensors of `integer_specs`.
     """
     places = (*totals, *workspace)
     config = made.config("queries")

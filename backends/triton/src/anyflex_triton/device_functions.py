@@ -1,8 +1,8 @@
-"""What another backend's kernels call on the device: functions of Triton and their constants.
+"""Device side of the interface for other backends' kernels: functions of Triton and constants.
 
 They are Triton's, not Gluon's; a kernel in Gluon may call them, and elementwise ones keep a
-tensor's layout. Each is documented where it is defined. `operations` is what the text of mods
-calls.
+tensor's layout. Each is documented where it is defined. `operations` has the functions that the
+text of mods calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention forward for many query rows: a program takes one query tile over its row of runs.
+"""Forward for many query rows: a program takes one query tile over its row of runs.
 
 FlashAttention-2's online softmax (Dao, 2023), in powers of two.
 """
@@ -53,9 +53,9 @@ __all__ = [
 ]
 
 CHAINS = tl.constexpr(16)
-"""Partial maxima of a row, where PARTS: as many as the shortest step has keys."""
+"""Number of a row's partial maxima, where PARTS: as many as the shortest step has keys."""
 SUMS = tl.constexpr(8)
-"""Partial sums of a row's weights, where PARTS: a thread has every eighth column of a product."""
+"""Number of a row's partial sums, where PARTS: a thread has every eighth column of a product."""
 
 
 @record
@@ -63,11 +63,11 @@ class Softmax:
     """State of an online softmax.
 
     Attributes:
-        row_max: [M], the largest score so far.
-        base: [M], row_max in powers of two, which weights are relative to.
-        row_sum: of weights, as `added_to_rows` returns it.
-        nans: [M], where WANT_MAX: whether a score was NaN, which a maximum doesn't tell.
-        acc: [M, DV] for each part, the weighted values.
+        row_max: [M], largest score so far.
+        base: [M], row_max in powers of two, to which weights are relative.
+        row_sum: sum of weights, as returned by `added_to_rows`.
+        nans: [M], where WANT_MAX: whether a score was NaN, which row_max doesn't tell.
+        acc: weighted values, [M, DV] for each part.
     """
 
     row_max: Any
@@ -79,11 +79,11 @@ class Softmax:
 
 @record
 class StepWeights:
-    """What a step adds to acc: where OVERLAP, in the step after it.
+    """Weights of a step, to be added to acc; where OVERLAP, that happens in the step after it.
 
     Attributes:
         weights: [M, N].
-        alpha: [M], the factor of what acc was before.
+        alpha: [M], factor of the earlier acc.
     """
 
     weights: Any
@@ -102,8 +102,8 @@ def plain_score(score, b, h, q_idx, kv_idx, tables, ints, floats):
 
 @triton.jit
 def tile_of_program(index, tiles, heads, head_group):
-    """(tile, head) of a program: a few heads at a time, whose keys the second cache holds, and of
-    those the last tiles first, which under causal masks are the longest."""
+    """Return (tile, head) of a program. A few heads, whose keys fit the L2 cache, run at a time,
+    and their last tiles first, which are the longest under causal masks."""
     group = index // (head_group * tiles)
     first = group * head_group
     size = tl.minimum(head_group, heads - first)
@@ -113,8 +113,9 @@ def tile_of_program(index, tiles, heads, head_group):
 
 @triton.jit
 def final_scores(scores, masked, inside, full, inputs, mods):
-    """Scores from q k^T, -inf at dead pairs (see `masked_scores`). They come scaled if there is a
-    score mod; without, the scale is positive and waits: see `unit_of_scores`."""
+    """Return scores from q k^T, -inf at dead pairs (see `masked_scores`). They come scaled if
+    there is a score mod; otherwise the scale is positive and is applied later: see
+    `unit_of_scores`."""
     if mods.SCORE_MOD is not None:
         scores = mods.SCORE_MOD(
             scores, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables, mods.ints,
@@ -128,7 +129,7 @@ def final_scores(scores, masked, inside, full, inputs, mods):
 
 @triton.jit
 def unit_of_scores(scale, SCORE_MOD: tl.constexpr):
-    """What makes powers of two of `final_scores`."""
+    """Return the factor that turns `final_scores` into powers of two."""
     if SCORE_MOD is None:
         return scale * LOG2E
     else:
@@ -137,7 +138,7 @@ def unit_of_scores(scale, SCORE_MOD: tl.constexpr):
 
 @triton.jit
 def natural_scores(scores, scale, SCORED: tl.constexpr):
-    """`final_scores` as the user knows them; SCORED: there is a score mod."""
+    """Return `final_scores` in the user's unit; SCORED: there is a score mod."""
     if SCORED:
         return scores
     else:
@@ -146,8 +147,8 @@ def natural_scores(scores, scale, SCORED: tl.constexpr):
 
 @triton.jit
 def largest_of_rows(scores, PARTS: tl.constexpr):
-    """The largest of each row of scores [M, N]: [M]. In `tl.max` each of a thread's operations
-    waits for the one before; those of PARTS don't."""
+    """Return the largest of each row of scores [M, N]: [M]. In `tl.max` each of a thread's
+    operations waits for the one before; where PARTS they are independent."""
     if PARTS:
         parts = tl.reshape(scores, [scores.shape[0], scores.shape[1] // CHAINS, CHAINS])
         return tl.max(tl.max(parts, 1), 1)
@@ -157,8 +158,8 @@ def largest_of_rows(scores, PARTS: tl.constexpr):
 
 @triton.jit
 def added_to_rows(row_sum, weights, alpha, PARTS: tl.constexpr):
-    """Rows' sums of weights after one more step: [M], or where PARTS a thread's own, [M, SUMS],
-    which are added up when the tile ends."""
+    """Return row_sum after one more step: [M], or where PARTS each thread's own, [M, SUMS], which
+    are added up when the tile ends."""
     if PARTS:
         parts = tl.reshape(weights, [weights.shape[0], weights.shape[1] // SUMS, SUMS])
         return row_sum * alpha[:, None] + tl.sum(parts, 1)
@@ -168,7 +169,7 @@ def added_to_rows(row_sum, weights, alpha, PARTS: tl.constexpr):
 
 @triton.jit
 def add_values(acc, step, values, first, columns, end, BOUND: tl.constexpr):
-    """acc after the values of one step."""
+    """Return acc after the values of one step are added."""
     v = load_step_rows(values, first, columns, end, BOUND)
     scaled = scaled_rows(acc, step.alpha)
     return add_products(scaled, step.weights.to(v[0].dtype), v, values.PRECISION)
@@ -176,7 +177,7 @@ def add_values(acc, step, values, first, columns, end, BOUND: tl.constexpr):
 
 @triton.jit
 def no_weights(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`StepWeights` that add nothing."""
+    """Return `StepWeights` that add nothing."""
     return StepWeights(
         weights=tl.zeros([ROWS, COLUMNS], tl.float32), alpha=tl.full([ROWS], 1.0, tl.float32),
     )
@@ -187,12 +188,13 @@ def forward_step(
     softmax, step, q, keys, values, inputs, mods, first, before, columns, end, kv_length, masked,
     full, WANT_MAX: tl.constexpr, BOUND: tl.constexpr, OVERLAP: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """(Softmax, StepWeights) after one more step, of the keys from `first` on.
+    """Return (Softmax, StepWeights) after one more step, of the keys from `first` on.
 
     Args:
-        step: the step before, whose values are added now where OVERLAP; it began at `before`.
+        step: weights of the step before, which began at `before`; where OVERLAP, its values are
+            added now.
         masked, full: arguments of `masked_scores`.
-        BOUND: whether keys past `end` are there.
+        BOUND: some keys may be past `end`.
         PARTS: row_max and row_sum are found in parts.
     """
     acc = softmax.acc
@@ -223,7 +225,7 @@ def forward_step(
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     row_max = tl.maximum(softmax.row_max, largest_of_rows(scores, PARTS))
     base = row_max * unit
-    # Below -FAR no weight counts beside what comes, or the row is far in the end.
+    # Below -FAR no weight counts beside later ones, or else the row is far in the end.
     shift = tl.where(base <= -FAR, 0.0, base)
     weights = tl.exp2(scores * unit - shift[:, None])
     alpha = tl.exp2(softmax.base - shift)
@@ -239,13 +241,13 @@ def careful_step(
     acc, row_max, highest, row_sum, q, keys, values, inputs, mods, places, end, kv_length, columns,
     full,
 ):
-    """(acc, highest, row_sum) after one more step: the largest score, and sums of values and
-    weights relative to `row_max`. Non-finite values reach the rows that see them, and no other.
+    """Return (acc, highest, row_sum) after one more careful step: the largest score, and sums of
+    values and weights relative to `row_max`. Non-finite values reach only the rows that see them.
 
     Args:
-        acc: [M, C], of the values' `columns`.
-        row_max: [M], the largest score of all steps, or anything while that is yet to be found.
-        highest: [M], the largest score of the steps so far.
+        acc: [M, C], for `columns` of the values.
+        row_max: [M], largest score of all steps; any number while that is unknown.
+        highest: [M], largest score of the steps so far.
         keys, values: `HeadRows` by pointers.
     """
     tables = inputs.tables
@@ -277,13 +279,13 @@ def careful_step(
 
 @triton.jit
 def is_dead(row_max, row_sum):
-    """Which rows have no live pair: their row_sum is 0. NaN stays."""
+    """Return which rows have no live pair: their row_sum is 0. NaN isn't 0."""
     return (row_max == float("-inf")) & (row_sum == row_sum)
 
 
 @triton.jit
 def divided(acc, row_max, row_sum):
-    """A softmax's values; dead rows give 0."""
+    """Return a softmax's values; 0 in dead rows."""
     dead = is_dead(row_max, row_sum)
     acc = acc / tl.where(dead, 1.0, row_sum)[:, None]
     return tl.where(dead[:, None], 0.0, acc)
@@ -291,7 +293,7 @@ def divided(acc, row_max, row_sum):
 
 @triton.jit
 def rounding_of(values, dtype):
-    """Rounding residual of `values`; backward's delta needs it."""
+    """Return the rounding residual of `values`; backward's delta needs it."""
     return without_nonfinite(values - values.to(dtype).to(tl.float32))
 
 
@@ -309,27 +311,31 @@ def forward_kernel(
     BESIDE: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """One program a query tile of BLOCK_M rows of one query head.
+    """Compute a query tile of BLOCK_M rows of one query head; one program per tile.
 
     Args:
         D, DV: columns of a part (`column_parts`).
         query, key, value, out, rest: strides (b, h, row, column), all but the last in units of
-            UNITS elements; the last counts where SCATTERED says so. rest is what rounding takes
-            from out.
-        tops: [B, Hq, L, 2], float32, for backward: each row's largest of `final_scores`, and the
-            logarithm to base 2 of the sum of weights relative to that.
+            UNITS elements; the last counts where SCATTERED says so. rest is the rounding residual
+            of out.
+        tops: [B, Hq, L, 2], float32, for backward: row_max of `final_scores`, and the logarithm to
+            base 2 of row_sum relative to it.
         lse, max_scores: [B, Hq, L], float32.
-        offsets, ends, runs: the block mask's, rows by (b, h) strides `mask_strides`.
+        offsets, ends, runs: the block mask's; `mask_strides` are the strides of its (b, h).
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
-        tiles: of a head; batch_heads: B * Hq; head_group: heads that run at a time.
-        Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
-        READ_ROWS, READ_COLUMNS: with them SCORE_MOD and MASK_MOD are those of read.
-        MASK_READS: the mask mod reads what neither a row nor a key alone decides.
-        EVEN: lengths, and the mask's blocks, are multiples of the tiles that this runs over.
+        tiles: number of tiles of a head; batch_heads: B * Hq; head_group: number of heads that run
+            at a time.
+        Q_BLOCK, KV_BLOCK: block sizes of the mask. A tile never crosses its blocks.
+        READ_ROWS, READ_COLUMNS: early reads; with them SCORE_MOD and MASK_MOD are the functions of
+            read.
+        MASK_READS: the mask mod reads elements that row and key decide together.
+        EVEN: lengths, and the mask's blocks, are multiples of the tiles that the kernel loops
+            over.
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         DESCRIBED: "host": key and value are descriptors of all rows of all heads, of tiles of
-            BLOCK_N. "kernel": they are made here, of a head's rows. None: tiles come by pointers.
-        BESIDE: of key and value, as in `head_at`.
+            BLOCK_N. "kernel": the kernel makes them, of a head's rows. None: tiles are loaded by
+            pointers.
+        BESIDE: one for key and one for value, as in `head_at`.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
@@ -395,13 +401,14 @@ def forward_kernel(
 
     others = 0
 
-    # Long FULL runs but for their last step: no pair is dead.
+    # This loop runs long FULL runs except for their last step: no pair is dead.
     for r in range(run, last_run):
         begin, run_end, run_full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
         steps = long_steps(begin, run_end, run_full, BLOCK_N)
         others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
-        # Where OVERLAP, the weights of a step meet their values while the next step's weights are
-        # made (FlashAttention-3: Shah et al., 2024). At first there are none.
+        # Where OVERLAP, a step's weights are multiplied by their values while the next step's
+        # weights are computed (FlashAttention-3: Shah et al., 2024). The first step has none
+        # before it.
         step = no_weights(BLOCK_M, BLOCK_N)
         for i in range(steps):
             first = begin + i * BLOCK_N
@@ -420,9 +427,9 @@ def forward_kernel(
                     nans=softmax.nans, acc=acc,
                 )
 
-    # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
-    # steps were counted above, and `_once` is no `if`: else ptxas makes products wait for each
-    # other (C7515), and Triton fails to compile forward for Blackwell.
+    # One loop takes PARTIAL runs and the rest of the others, because each loop begins with a wait.
+    # Its steps were counted above, and `_once` is no `if`: otherwise ptxas makes products wait for
+    # each other (C7515), and Triton fails to compile forward for Blackwell.
     r = run
     first, end, full = first_other_step(
         runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
@@ -435,7 +442,7 @@ def forward_kernel(
                 masked = None if MASK_MOD is None else not full
                 mask_full = None
             elif MASK_READS:
-                # Behind a branch Triton would take another layout for all scores.
+                # With a branch Triton would choose another layout for all scores.
                 masked = True
             else:
                 masked = (not full) | (first + BLOCK_N > end)
@@ -453,14 +460,15 @@ def forward_kernel(
     acc = softmax.acc
     row_sum = tl.sum(softmax.row_sum, 1) if PARTS else softmax.row_sum
     SCORED: tl.constexpr = SCORE_MOD is not None
-    # Rounding of the base: weights are relative to it, not to row_max.
+    # Weights are relative to the rounded base, not to row_max; excess is the difference.
     excess = tl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
-    # A non-finite value has reached rows that don't see it too, because 0 * NaN is NaN; and
-    # weights of far rows are lost. Asked before the sums are stored, which then need no registers.
+    # Non-finite values have also reached rows that don't see them, because 0 * NaN is NaN, and
+    # weights of far rows are lost. This is found before the sums are stored, which then need no
+    # registers.
     inexact = any_nonfinite(acc) | is_far(row_max, base).to(tl.int32)
     is_inexact = tl.max(inexact, 0) > 0
-    # Counted from the tile's first row: places as the query's above would be kept in registers
-    # through all loops.
+    # Counted from the tile's first row: reusing the query's `rows` would keep it live in registers
+    # across the loops.
     of_tile = tl.arange(0, BLOCK_M)
     there = end_row - first_row
     o_base = tensor_at(out, o_strides, b, h, UNITS[3])
@@ -478,8 +486,8 @@ def forward_kernel(
             store_rows(
                 r_base, r_strides, of_tile, exact, rounding, VALUE_DIM, DV, UNITS[4], WIDE, i * DV,
             )
-    # All steps again, a few keys each and for a part of the values' columns: with all columns at
-    # once the compiler takes an eighth longer.
+    # All steps run again, a few keys each and for a part of the values' columns: with all columns
+    # at once compilation takes an eighth longer.
     if is_inexact:
         few = tl.arange(0, FEW)
         PART: tl.constexpr = DV if DV < 32 else 32
@@ -494,8 +502,8 @@ def forward_kernel(
             WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
         )
         excess = tl.zeros([BLOCK_M], tl.float32)
-        # The first columns twice: the first time finds the largest scores, as these products have
-        # them, and what it writes is written again.
+        # The first columns run twice: the first time finds the largest scores as these products
+        # round them, and its output is overwritten.
         for first_column in range(-PART, VALUE_DIM, PART):
             part_columns = tl.maximum(first_column, 0) + tl.arange(0, PART)
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -1,4 +1,4 @@
-"""A mod graph's operations as lines of Triton: the table, and what its rules know.
+"""Lowering table: a mod graph's operations as lines of Triton, and the facts that its rules use.
 
 A value is held in its node's type, with two exceptions: float16 and bfloat16 are float32 that is
 rounded after each operation, and an int64 that provably fits is int32 (`_ranges`).
@@ -28,16 +28,16 @@ __all__ = [
 ]
 
 LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
-"""A call's lengths stay below this, by ``Spec.index_width``; padding up to 2^10 more is seen."""
+"""Bound of a call's lengths by ``Spec.index_width``; mods see up to 2^10 more, of padding."""
 
 MOST_HEADS = 1 << 20
-"""A call's batch and heads stay below this."""
+"""Bound of a call's batch and heads."""
 
 LANGUAGE = "tl"
-"""What the text calls the language's module, whose functions it uses: ``tl.where``."""
+"""Name of the language's module in the generated text, as in ``tl.where``."""
 
 ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
-"""What a mod is called with, beside a score."""
+"""Arguments of a mod beside a score."""
 
 _TYPES = {
     torch.bool: "int1",
@@ -51,16 +51,16 @@ _TYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-"""The language's type that holds a value."""
+"""Language type that holds a value of each dtype."""
 
 _ROUNDINGS = {torch.float16: "ops.float16", torch.bfloat16: "ops.bfloat16"}
 _EXACT = frozenset("neg abs minimum maximum where sign floor ceil round trunc detach".split())
-"""Operations that give values of the operands' type without rounding."""
+"""Operations whose results have the operands' type without rounding."""
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
-# Which int64 values fit int32
+# Ranges: which int64 values fit int32
 
 
 class _Range(NamedTuple):
@@ -82,7 +82,7 @@ def _modulo(x: _Range, y: _Range) -> _Range | None:
 
 
 def _bits(x: _Range, y: _Range) -> _Range:
-    """No result has more bits than the longer operand."""
+    """Return a range by bits: no result has more of them than the longer operand."""
     bits = max(max(end, ~end).bit_length() for side in (x, y) for end in side)
     return _Range(0 if min(x.low, y.low) >= 0 else -(1 << bits), (1 << bits) - 1)
 
@@ -113,7 +113,7 @@ _RANGE_RULES: dict[str, Callable[..., _Range | None]] = {
 
 
 def _ranges(nodes: Sequence[Node], spec: Spec) -> dict[Node, _Range]:
-    """Ranges of integers and bools, where they are known whatever the captured tensors hold.
+    """Return ranges of integers and bools that hold for any values of the captured tensors.
 
     A range lies inside the node's type: nothing in it has wrapped.
     """
@@ -149,7 +149,7 @@ def _whole(dtype: torch.dtype) -> _Range:
 
 
 def _held(node: Node) -> int | float:
-    """A constant as its type holds it."""
+    """Return a constant's value in its type."""
     value = node.attribute
     assert isinstance(value, (bool, int, float))
     if node.dtype is torch.bool:
@@ -162,7 +162,7 @@ def _held(node: Node) -> int | float:
 
 
 def dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
-    """Which of the inputs that differ within a tile each node needs."""
+    """Return for each node which inputs that differ within a tile it needs."""
     found: dict[Node, frozenset[str]] = {}
     for node in nodes:
         own = {str(node.attribute)} if node.operation == "input" else set()
@@ -175,7 +175,7 @@ def dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
 
 
 class DirectRead(NamedTuple):
-    """A captured tensor's dimension that one of b, h, q_idx and kv_idx (0 to 3) counts into."""
+    """Dimension of a captured tensor that b, h, q_idx or kv_idx (0 to 3) indexes unchanged."""
 
     captured: int
     axis: int
@@ -184,21 +184,22 @@ class DirectRead(NamedTuple):
 
 @dataclass
 class ModProgram:
-    """The lines of one function, and what its rules read.
+    """Lines of one generated function, and the facts that its rules use.
 
     Args:
-        nodes: that are lowered.
-        ranges: of `_ranges`.
-        needs: of `dependences`.
+        nodes: the nodes to be lowered.
+        ranges: result of `_ranges`.
+        needs: result of `dependences`.
         first_size: where in ``ints`` each captured tensor's sizes begin; its strides follow.
         first_number: where in ``ints`` the closed-over numbers begin.
-        capped: whether each tanh of a float32 is of `cap_factors`.
-        direct: `direct_reads`.
+        capped: whether each tanh of a float32 is one of `cap_factors`.
+        direct: result of `direct_reads`.
         types: name of a value -> the language's type that holds it.
-        multiples: name of a float32 -> (another's, a number's) whose product it is; the number is
-            the same for a whole tile.
-        tanhs: name of a tanh of `cap_factors` -> (x, number) of whose product it is.
-        scaled: name of a float32 -> (others', a constant's) whose product it is: see `_cancels`.
+        multiples: name of a float32 -> (name of another one, number) whose product it is; the
+            number is the same for a whole tile.
+        tanhs: name of a tanh of `cap_factors` -> (x, number) whose product is its argument.
+        scaled: name of a float32 -> (names of others, constant) whose product it is: see
+            `_cancels`.
     """
 
     nodes: Sequence[Node]
@@ -241,7 +242,7 @@ class ModProgram:
         return value if rounding is None else self.emit(f"{rounding}({value})", "float32")
 
     def type_of(self, node: Node) -> str:
-        """The type that holds the node's value."""
+        """Return the type that holds the node's value."""
         if node.dtype is torch.int64 and node in self.ranges:
             found, narrow = self.ranges[node], _whole(torch.int32)
             if narrow.low <= found.low and found.high <= narrow.high:
@@ -249,11 +250,11 @@ class ModProgram:
         return _TYPES[node.dtype]
 
     def is_up(self, node: Node) -> bool:
-        """Never negative."""
+        """Whether the node's value is never negative."""
         return node in self.ranges and self.ranges[node].low >= 0
 
     def number(self, position: int) -> int | None:
-        """The value of an integer constant."""
+        """Return the value of an integer constant, or None for another node."""
         node = self.nodes[position]
         whole = node.operation == "const" and not node.dtype.is_floating_point
         return int(_held(node)) if whole else None
@@ -262,7 +263,7 @@ class ModProgram:
         return self.emit(f"{LANGUAGE}.full((), {value}, {LANGUAGE}.{type_})", type_)
 
     def nonempty(self, captured: int, rank: int) -> str:
-        """Whether a captured tensor has elements."""
+        """Emit whether a captured tensor has elements."""
         sizes = [f"ints[{self.first_size[captured] + axis}]" for axis in range(rank)]
         if not sizes:
             return self.full("True", "int1")
@@ -270,7 +271,7 @@ class ModProgram:
         return self.emit(f"ops.truth({product} != 0)", "int1")
 
     def place(self, captured: int, axis: int, position: int, index: str) -> str:
-        """An index into a captured tensor's dimension, wrapped and clamped."""
+        """Emit an index into a captured tensor's dimension, wrapped and clamped."""
         size = f"ints[{self.first_size[captured] + axis}]"
         if self.types[index] not in ("int32", "int64"):
             index = self.cast(index, "int32")
@@ -284,7 +285,7 @@ _Rule = Callable[[ModProgram, Node, Sequence[str]], str]
 
 
 def _unified(program: ModProgram, node: Node, operands: Sequence[str]) -> tuple[list[str], str]:
-    """(the operands in the type that the node is computed in, that type)."""
+    """Return the operands, cast to the type that the node is computed in, and that type."""
     held = program.type_of(node)
     sources = [program.nodes[argument].dtype for argument in node.arguments]
     wide = held == "int64" or any(program.types[operand] == "int64" for operand in operands)
@@ -305,7 +306,8 @@ def _finished(program: ModProgram, node: Node, value: str) -> str:
 
 
 def _plain(text: str) -> _Rule:
-    """A rule of text with ``{0}`` and ``{1}`` for the operands, ``{bits}`` for the width."""
+    """Return a rule for text with ``{0}`` and ``{1}`` for the operands, ``{bits}`` for the
+    width."""
 
     def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
         unified, type_ = _unified(program, node, operands)
@@ -339,7 +341,7 @@ def _const(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return program.full(f'float("{value}")', type_)
     if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0:
-        # `full` knows one zero only.
+        # `full` loses the sign of -0.0.
         return program.emit(f"{program.full('-1.0', type_)} * 0.0", type_)
     return program.full(repr(value), type_)
 
@@ -355,7 +357,8 @@ def _number(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 
 
 def _load(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
-    """A wrapped and clamped index, so that nothing outside is read; an empty tensor gives 0."""
+    """Emit a load at a wrapped and clamped index, so that nothing outside is read; an empty tensor
+    gives 0."""
     captured, rank = node.attribute, len(operands)
     assert isinstance(captured, int)
     pointer, first = f"tables[{captured}]", program.first_size[captured]
@@ -378,7 +381,7 @@ def _load(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 
 
 EARLY = "early"
-"""The operation of a node that stands for what was read early; its attribute says where it is."""
+"""Operation of a node that stands for a value that was read early; its attribute is the place."""
 
 
 def _early_value(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
@@ -389,7 +392,7 @@ def _cast(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     (value,) = operands
     source = program.nodes[node.arguments[0]].dtype
     if source.is_floating_point and node.dtype in (torch.uint8, torch.int8, torch.int16):
-        # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
+        # The cast goes through int32, as in torch: larger values wrap, and -1.0 becomes byte 255.
         value = program.cast(value, "int32")
     apart = _index_difference(program, node)
     if apart is not None:
@@ -401,8 +404,8 @@ def _cast(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 
 
 def _index_difference(program: ModProgram, node: Node) -> str | None:
-    """Text of the difference of q_idx and kv_idx that a cast to float32 takes, made of float32:
-    they are converted once a row and once a column, not once a pair."""
+    """Return text for the difference of q_idx and kv_idx that a cast to float32 takes, computed in
+    float32: the indices are converted once per row and column, not once per pair."""
     difference = program.nodes[node.arguments[0]]
     if difference.operation != "sub" or program.type_of(node) != "float32":
         return None
@@ -423,8 +426,9 @@ def _detach(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 
 
 def _division(power_of_2: str, up: str, by_number: str, by_any: str) -> _Rule:
-    """Rules for a constant that is a power of 2 (``{shift}``, ``{rest}``), for operands that
-    aren't negative with a positive constant, for a constant but 0 and -1, and for the rest."""
+    """Return the rule that chooses among four texts: for a constant power of 2 (``{shift}``,
+    ``{rest}``), for operands that aren't negative with a positive constant, for a constant other
+    than 0 and -1, and for all else."""
 
     def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
         number = program.number(node.arguments[1])
@@ -444,7 +448,7 @@ def _division(power_of_2: str, up: str, by_number: str, by_any: str) -> _Rule:
 def _shift(direct: str, any_amount: str) -> _Rule:
     def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
         number = program.number(node.arguments[1])
-        # Below 8 is within every type.
+        # Amounts below 8 are valid for every type.
         inside = number is not None and 0 <= number < 8
         return _plain(direct if inside else any_amount)(program, node, operands)
 
@@ -452,7 +456,7 @@ def _shift(direct: str, any_amount: str) -> _Rule:
 
 
 def _product(value: str, exponent: int) -> str:
-    """Text of a small whole power."""
+    """Return text for a small integer power."""
     return " * ".join([value] * exponent)
 
 
@@ -465,7 +469,7 @@ def _integer_power(program: ModProgram, node: Node, operands: Sequence[str]) -> 
 
 
 def _not(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
-    # The interpreter has no byte of ones.
+    # The interpreter has no ~ for bytes.
     text = "{0} ^ 255" if node.dtype is torch.uint8 else "~{0}"
     return _plain(text)(program, node, operands)
 
@@ -481,20 +485,21 @@ _POWERS = {
     -1.0: "1.0 / {0}",
     -2.0: "1.0 / ({0} * {0})",
 }
-"""What torch computes for these exponents."""
+"""Operations that torch computes for these exponents."""
 
 
 def _power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     exponent = program.nodes[node.arguments[1]]
     text = "ops.power({0}, {1})"
-    # Of float16 torch takes no square roots: they differ for -0.0 and -infinity.
+    # torch takes no square roots for float16: they differ for -0.0 and -infinity.
     if exponent.operation == "const" and node.dtype is not torch.float16:
         text = _POWERS.get(_held(exponent), text)
     return _plain(text)(program, node, operands)
 
 
 def _of_indices(program: ModProgram, node: Node) -> bool:
-    """Whether a float32 value may be a step's: exact where torch's is, like q_idx / 3 at 6."""
+    """Whether a float32 value may be a step function's, which must be exact where torch is, like
+    q_idx / 3 at 6."""
     of_scores = program.needs[node] & {"score", "grad"}
     return not of_scores and _TYPES[node.dtype] == "float32"
 
@@ -506,9 +511,9 @@ def _true_division(program: ModProgram, node: Node, operands: Sequence[str]) -> 
         return _plain("{0} / {1}")(program, node, operands)
     others, number = program.scaled.get(operands[0], ((), ""))
     if number == operands[1]:
-        # As the slope of a soft cap has it, whose cap is a factor and a divisor.
+        # This is the slope of a soft cap, whose cap is both a factor and a divisor.
         return _plain(" * ".join(others))(program, node, operands)
-    # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
+    # The divisor is the same for the whole tile, as in a soft cap. Division itself is 2 ulp off.
     inverse = program.emit(f"1.0 / {operands[1]}", "float32")
     value = _plain("{0} * {1}")(program, node, (operands[0], inverse))
     if node.dtype is torch.float32:
@@ -531,14 +536,14 @@ def _tanh(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 
 
 def _cancels(node: Node) -> bool:
-    """Whether a factor may be left out where it is divided by again: a constant that is neither 0
-    nor infinite, for which torch gives NaN, and whose products hardly overflow."""
+    """Whether a factor can be dropped where it is divided by again: it must be a constant whose
+    products hardly overflow, neither 0 nor infinite, for which torch gives NaN."""
     return node.operation == "const" and 2.0**-32 < abs(_held(node)) < 2.0**32
 
 
 def _float_product(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
-    """Of a tanh of `cap_factors` and a number for the whole tile: the number becomes one of the
-    tanh's own, as the divisor of a soft cap has."""
+    """Fold a factor that is the same for the whole tile into a tanh of `cap_factors`, as the
+    divisor of a soft cap is folded; emit other products as they are."""
     if node.dtype is torch.float32:
         for slot, operand in enumerate(operands):
             other = node.arguments[1 - slot]
@@ -598,7 +603,7 @@ TRITON: Lowering[ModProgram, str] = Lowering(
         "minimum:float": _plain(f"{{tl}}.minimum({{0}}, {{1}}, propagate_nan={_EVERY})"),
         "maximum:float": _plain(f"{{tl}}.maximum({{0}}, {{1}}, propagate_nan={_EVERY})"),
         "neg:int": _plain("-{0}"),
-        # `-x` is 0 - x to Triton, which has no -0.0.
+        # Triton computes `-x` as 0 - x, which loses -0.0.
         "neg:float": _plain("{0} * -1.0"),
         "abs": _plain("{tl}.abs({0})"),
         "sign": _plain("ops.sign({0})"),
@@ -609,7 +614,7 @@ TRITON: Lowering[ModProgram, str] = Lowering(
         "shl": _shift("{0} << {1}", "ops.shifted_left({0}, {1}, {bits})"),
         "shr": _shift("{0} >> {1}", "ops.shifted_right({0}, {1}, {bits})"),
         **{name: _comparison(sign) for name, sign in _COMPARISONS.items()},
-        # To a signed type of one bit True is -1.
+        # In a signed type of one bit True is -1.
         "lt:bool": _plain("~{0} & {1}"),
         "le:bool": _plain("~{0} | {1}"),
         "gt:bool": _plain("{0} & ~{1}"),
@@ -631,11 +636,12 @@ TRITON: Lowering[ModProgram, str] = Lowering(
 )
 
 
-# What a call's functions may take for granted
+# Assumptions of a call's functions
 
 
 def direct_reads(spec: Spec) -> frozenset[DirectRead]:
-    """What a call must look at before it takes functions that are `within` (`source_for`)."""
+    """Return the reads that a call must check before it takes functions that are `within`
+    (`source_for`)."""
     found = (
         _read(int(str(node.attribute)), axis, nodes[argument])
         for graph in (spec.score_graph, spec.mask_graph)
@@ -649,16 +655,16 @@ def direct_reads(spec: Spec) -> frozenset[DirectRead]:
 
 
 def _read(captured: int, axis: int, index: Node) -> DirectRead | None:
-    """If the index is b, h, q_idx or kv_idx itself."""
+    """Return the direct read if the index is b, h, q_idx or kv_idx itself, else None."""
     if index.operation != "input" or index.attribute not in ARGUMENTS:
         return None
     return DirectRead(captured, axis, ARGUMENTS.index(str(index.attribute)))
 
 
 def cap_factors(spec: Spec) -> tuple[float | str, ...]:
-    """What each tanh of a float32 in the score mod is multiplied with before it adds to the score:
-    a number, or the name of a number's slot; 1 where it is added as it is. Empty if a value of one
-    goes elsewhere, or if the score is wanted with float32's digits."""
+    """Return the factor of each tanh of a float32 in the score mod before it adds to the score: a
+    number, the name of a number's slot, or 1 where there is none. It is empty if a tanh is used in
+    any other way, or if the score is wanted with float32's accuracy."""
     if spec.score_graph is None or spec.dtype.itemsize != 2:
         return ()
     graph = simplify(spec.score_graph)
@@ -669,7 +675,7 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
             readers[argument].append((reader, slot))
 
     def adds_up(position: int) -> bool:
-        # Once: a sum with itself would make its factor larger.
+        # A value may be read once only: a sum with itself would make its factor larger.
         return len(readers[position]) <= 1 and all(passes(*reader) for reader in readers[position])
 
     def passes(reader: int, slot: int) -> bool:

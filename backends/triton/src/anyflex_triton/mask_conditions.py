@@ -1,7 +1,7 @@
-"""A mask mod as conditions: comparisons of numbers, and what joins them.
+"""Mask mods as conditions: comparisons of numbers, and the logic that joins them.
 
-Compilers that see a choice between a score and -inf by two conditions make two choices of it. Who
-is given the comparisons instead of their result can ask for one: see `dead_pairs` of anyflex_cuda.
+Compilers that choose between a score and -inf by two conditions emit two selects. A language that
+receives the comparisons instead of their result can emit one: see `dead_pairs` of anyflex_cuda.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anyflex.plugin import Node
 __all__ = ["Bound", "Conditions", "Operand", "conditions_of"]
 
 _MOST = 6
-"""Comparisons; each takes a predicate, of which a thread has seven."""
+"""Maximum number of comparisons; each takes a predicate, of which a thread has seven."""
 
 _JOINS = ("and", "or", "xor", "not")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -25,42 +25,46 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 _KEY = Node("input", torch.int64, (), "kv_idx")
 
 _LARGEST_INDEX = 1 << 28
-"""Indices and what is known to be added to them stay below this."""
+"""Bound of indices, and of the numbers that are known to be added to them."""
 
 
 class Operand(NamedTuple):
-    """The value of a node, in a type of Triton's."""
+    """Value of a node, in a type of Triton's."""
 
     position: int
     type: str
 
     def positions(self) -> Iterator[int]:
-        """Of the nodes that it needs."""
+        """Yield the positions of the nodes that the operand needs."""
         yield self.position
 
 
 class Bound(NamedTuple):
-    """What ``kv_idx`` is compared with: a sum of nodes that don't depend on it, times 1 or -1.
+    """Right-hand side of a comparison with ``kv_idx``: a sum of nodes that don't depend on it,
+    each times 1 or -1.
 
     Args:
         terms: (position, factor); their sum stays below 2^28 whatever the values are.
-        clamped: one more, of any size: beyond 2^29 it decides the comparison alone.
+        clamped: one more term, of any size: beyond 2^29 it decides the comparison alone.
     """
 
     terms: tuple[tuple[int, int], ...]
     clamped: tuple[int, int] | None
 
     def positions(self) -> Iterator[int]:
-        """Of the nodes that it needs."""
+        """Yield the positions of the nodes that the bound needs."""
         for position, _ in (*self.terms, *((self.clamped,) if self.clamped else ())):
             yield position
 
 
 class Conditions(NamedTuple):
-    """Args:
-    tokens: postfix: comparisons as ``ge s32``, which take two operands, ``bool``, which takes one,
-        and ``kv_idx ge``, which takes a bound; and ``and``, ``or``, ``xor``, ``not``.
-    operands: in the order in which they are taken.
+    """Conditions of a mask mod.
+
+    Args:
+        tokens: conditions in postfix: comparisons like ``ge s32``, which take two operands,
+            ``bool``, which takes one, and ``kv_idx ge``, which takes a bound; and ``and``, ``or``,
+            ``xor``, ``not``.
+        operands: operands in the order in which tokens take them.
     """
 
     tokens: tuple[str, ...]
@@ -73,7 +77,7 @@ def conditions_of(
     needs: Mapping[Node, Collection[str]],
     ranges: Mapping[Node, tuple[int, int]],
 ) -> Conditions | None:
-    """Return a mask mod's conditions, or None where one choice is all that it takes.
+    """Return a mask mod's conditions, or None where a single select is enough.
 
     Args:
         nodes, output: of its graph, simplified.
@@ -137,8 +141,8 @@ def _bound(
     needs: Mapping[Node, Collection[str]],
     ranges: Mapping[Node, tuple[int, int]],
 ) -> tuple[Bound, bool] | None:
-    """(what kv_idx is compared with, whether the comparison turns round) where `one` is kv_idx or
-    minus that, plus what doesn't depend on it, and `other` doesn't depend on it."""
+    """Return (right-hand side, whether the comparison is mirrored) where `one` is kv_idx or
+    -kv_idx plus nodes that don't depend on it, and `other` doesn't depend on it, else None."""
     if nodes[one].dtype is not torch.int64 or nodes[other].dtype.is_floating_point:
         return None
     terms = _sum(nodes, one, 1, ranges)
@@ -165,8 +169,8 @@ def _size(node: Node, ranges: Mapping[Node, tuple[int, int]]) -> int:
 def _sum(
     nodes: Sequence[Node], position: int, factor: int, ranges: Mapping[Node, tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """(position, factor) of what a node adds up. What may have wrapped is no sum: of an int64
-    whose range is known nothing has."""
+    """Return the terms (position, factor) of a node. A sum that may have wrapped stays one term;
+    an int64 whose range is known hasn't wrapped."""
     node = nodes[position]
     if node.operation in ("add", "sub") and node.dtype is torch.int64 and node in ranges:
         left, right = node.arguments

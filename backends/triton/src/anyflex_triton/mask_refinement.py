@@ -1,8 +1,8 @@
-"""A block mask's runs as kernels read them: its own, or those of finer blocks.
+"""Block mask runs as kernels read them: the mask's own, or those of finer blocks.
 
-Blocks of 128 x 128 that are PARTIAL hold tiles of 64 x 64 that are dead, and others without a dead
-pair. Two kernels before the attention's decide them tile by tile, once for all heads, so that dead
-tiles cost nothing and whole ones no mask. The option `finer_mask` says when.
+PARTIAL blocks of 128 x 128 can have dead tiles of 64 x 64, and tiles without a dead pair. Two
+kernels that run before attention's classify them tile by tile, once for all heads, so that dead
+tiles are skipped and whole ones need no mask. The option `finer_mask` says when.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from anyflex_triton.program import Options
 __all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
 
 _MOST_BYTES = 64 << 20
-"""Maximum bytes of finer runs: room for a run of each tile, which no mask needs."""
+"""Maximum bytes of finer runs: space for one run per tile, which no mask uses up."""
 _LEAST_PAIRS = 1 << 28
-"""Least number of query-key pairs in all heads: fewer take less time than two kernels more."""
+"""Minimum number of query-key pairs in all heads: smaller calls take less time than the two
+kernels would add."""
 _MOST_RUNS = 16
-"""Maximum average number of runs of a row: each program that decides a part looks at all."""
+"""Maximum average number of runs per row: each program that classifies a part of a row reads all
+of them."""
 _KINDS_CHUNK = 8
-"""Number of a row's tiles that one program decides, one after the other."""
+"""Number of tiles of a row that one program classifies, one after the other."""
 _RUNS_CHUNK = 256
 
 Tiled = Literal["forward", "keys", "queries"]
@@ -40,7 +42,7 @@ def mask_rows(views: MaskViews) -> MaskRows:
     """Return the mask's own rows."""
     if views.offsets.is_contiguous():
         return views.once("anyflex_triton.rows", MaskRows, partial(_own_rows, views))
-    # A copy is made for each call: offsets may be written again in place.
+    # A copy is made for each call, because offsets may be overwritten in place.
     return _own_rows(views)
 
 
@@ -52,7 +54,7 @@ def _own_rows(views: MaskViews) -> MaskRows:
 
 
 def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
-    """Return the workspace of finer runs; it is empty where the mask stays as it is."""
+    """Return the workspace of finer runs; it is empty where the mask's own runs are used."""
     if not made.is_finer or call.mask is None or call.mask.shape[:2] != (1, 1):
         return ()
     batch, heads, length = call.query.shape[:3]
@@ -87,10 +89,11 @@ def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, 
 def _finer(
     made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
 ) -> tuple[MaskRows, list[Launch]]:
-    """Return the runs of blocks that are a kernel's tiles, and the launches that make them.
+    """Return the runs of blocks that have the size of a kernel's tiles, and the launches that
+    compute them.
 
     Args:
-        workspace: of `finer_specs`.
+        workspace: tensors of `finer_specs`.
     """
     assert call.mask is not None
     edges, runs, kinds = workspace
@@ -126,7 +129,7 @@ def _finer(
             "CHUNK": _KINDS_CHUNK,
         },
         {},
-        # With fewer warps a larger tile spills.
+        # A larger tile spills with fewer warps.
         Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1),
     )
     for_runs = made.program(
@@ -167,10 +170,10 @@ def _finer(
 def rows_for(
     made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
 ) -> tuple[MaskRows | None, list[Launch]]:
-    """Return the mask's rows that a kernel reads, and the launches that have to run before it.
+    """Return the mask's rows that a kernel reads, and the launches that must run before it.
 
     Args:
-        workspace: of `finer_specs`, or nothing.
+        workspace: tensors of `finer_specs`, or nothing.
     """
     if call.mask is None:
         return None, []

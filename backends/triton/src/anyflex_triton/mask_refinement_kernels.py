@@ -1,4 +1,4 @@
-"""The kernels that decide PARTIAL blocks of a mask tile by tile: see mask_refinement.py."""
+"""Kernels that classify PARTIAL blocks of a mask tile by tile: see mask_refinement.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def kinds_kernel(
     MASK_MOD: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """One program a chunk of CHUNK tiles of a row of tiles.
+    """Classify a chunk of CHUNK tiles of a row of tiles; one program per chunk.
 
     Args:
-        offsets, runs: the mask's, or where TRANSPOSED of the transposed mask; the same for all
-            batch entries and heads.
-        kinds: int8 [tiles, columns], of each tile FULL, PARTIAL, or 0 where nothing is live.
-        length, column_length: of queries and keys, or the other way round.
-        columns: how many tiles a row has; chunks: and how many chunks.
+        offsets, runs: those of the mask, or of the transposed mask where TRANSPOSED; the same for
+            all batch entries and heads.
+        kinds: int8 [tiles, columns]: FULL, PARTIAL, or 0 where no pair of the tile is live.
+        length, column_length: numbers of queries and keys, or of keys and queries where
+            TRANSPOSED.
+        columns: number of tiles of a row; chunks: number of its chunks.
     """
     # Both counts of a tile fit 16 bits.
     tl.static_assert(ROWS * COLUMNS < 1 << 15)
@@ -59,7 +60,7 @@ def kinds_kernel(
                         shifts[0], shifts[1], rows + shifts[2], keys + shifts[3], tables, ints,
                         floats,
                     )
-                # Both counts in one sum: of live pairs, and 65536 times that of dead ones.
+                # One sum holds both counts: that of live pairs, and 65536 times that of dead ones.
                 counts = tl.where(kept, 1, 1 << 16)
                 count = tl.sum(tl.sum(tl.where(inside, counts, 0), 1), 0)
                 kind = tl.where(count & 0xFFFF == 0, 0, tl.where(count >> 16 == 0, FULL, PARTIAL))
@@ -69,11 +70,12 @@ def kinds_kernel(
 
 @triton.jit
 def runs_kernel(kinds, new_edges, new_runs, tiles, columns, CHUNK: tl.constexpr):
-    """One program a row of tiles: neighbours of one kind become a run.
+    """Join neighbouring tiles of one kind to a run; one program per row of tiles.
 
     Args:
-        kinds: of `kinds_kernel`.
-        new_edges: int32 [2, tiles], where in new_runs a row's begin, and where they end.
+        kinds: output of `kinds_kernel`.
+        new_edges: int32 [2, tiles], positions in new_runs where a row's runs begin, and where they
+            end.
         new_runs: int32 [tiles, columns, 3].
     """
     tile = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""What a spec's mods become: the text of a module of functions in Triton, and what they read."""
+"""Generated text of a spec's mods: a module of functions in Triton, and their early reads."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 Sums = Literal["floats", "bounds", "integers"]
-"""What captured tensors' gradients are added up in: see deterministic_captured_grads.py."""
+"""Numbers that captured tensors' gradients add up: see deterministic_captured_grads.py."""
 
 IMPORTED_OPERATIONS = "from anyflex_triton import operations as ops\n"
-"""The line of a mod's text that imports what it calls."""
+"""Line of the generated text that imports the functions it calls."""
 _HEADER = f"""\
 from __future__ import annotations
 
@@ -61,21 +61,22 @@ def _function(name: str, arguments: str, lines: Sequence[str], last: str) -> lis
     return ["", "", f"@{_JIT}", f"def {name}({arguments}):", *body]
 
 
-# What is read early
+# Early reads
 
 _MOST_EARLY = 4
-"""Values of rows, and of columns: each keeps a register or two for every row of a tile."""
+"""Maximum number of early values, of rows and of columns each: every one keeps a register or two
+per row of a tile."""
 
 
 _Fact = TypeVar("_Fact")
 
 
 class _Early(NamedTuple):
-    """Values of a graph that one row or one column alone decides, and that take a read.
+    """Values of a graph that depend on a read, and on a row or a column alone.
 
     Args:
-        rows: positions of nodes that need no kv_idx, no score.
-        columns: of those that need kv_idx alone.
+        rows: positions of nodes that need neither kv_idx nor score.
+        columns: positions of nodes that need kv_idx alone.
     """
 
     rows: tuple[int, ...] = ()
@@ -83,8 +84,9 @@ class _Early(NamedTuple):
 
 
 def _early(nodes: Sequence[Node], output: int) -> _Early:
-    """The largest such values: those that a node of neither kind needs, or the output. A row's
-    that only a column's needs is none of them, as ``perm[h]`` in ``table[perm[h], kv_idx]``."""
+    """Return the maximal such values: the output, and those that a node of neither kind needs. A
+    row's value that only a column's needs isn't read early, like ``perm[h]`` in
+    ``table[perm[h], kv_idx]``."""
     needs = dependences(nodes)
     kinds: list[str] = []
     for node in nodes:
@@ -105,7 +107,7 @@ def _early(nodes: Sequence[Node], output: int) -> _Early:
 
 
 def reads_pairs(graph: ModGraph) -> bool:
-    """Whether what is read depends on row and column, so that nothing reads it early."""
+    """Whether a read depends on both row and column, so that it can't be made early."""
     nodes = simplify(graph).nodes
     needs = dependences(nodes)
     return any(node.operation == "load" and len(needs[node]) > 1 for node in nodes)
@@ -119,17 +121,17 @@ _FEW_INSTRUCTIONS = frozenset({
 
 
 def is_light(graph: ModGraph) -> bool:
-    """Whether no operation takes many instructions, and registers, but for a soft cap's tanh."""
+    """Whether no operation takes many instructions and registers, except for a soft cap's tanh."""
     others = [n.operation for n in simplify(graph).nodes if n.operation not in _FEW_INSTRUCTIONS]
     return others in ([], ["tanh"])
 
 
 class Addition(NamedTuple):
-    """What a mod's backward adds to a captured tensor's gradient, for each pair.
+    """Dependences of the summand that a mod's backward adds to a captured tensor's gradient.
 
     Args:
-        at: which of ``q_idx``, ``kv_idx`` and ``score`` decide where.
-        of: which of them, and ``grad``, decide what.
+        at: those of ``q_idx``, ``kv_idx`` and ``score`` that decide its place.
+        of: those of the same and ``grad`` that decide its value.
     """
 
     at: frozenset[str]
@@ -137,12 +139,13 @@ class Addition(NamedTuple):
 
     @property
     def is_by_pair(self) -> bool:
-        """Whether query and key both decide where, or the score does."""
+        """Whether query and key together decide the place, or the score does."""
         return "score" in self.at or {"q_idx", "kv_idx"} <= self.at
 
 
 def captured_additions(spec: Spec) -> tuple[Addition, ...]:
-    """What ``captured_gradients`` adds, empty where no captured tensor learns."""
+    """Return the summands of ``captured_gradients``; empty where no captured tensor needs a
+    gradient."""
     learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
     if spec.score_graph is None or not learned:
         return ()
@@ -156,12 +159,12 @@ def captured_additions(spec: Spec) -> tuple[Addition, ...]:
 
 
 class _Reads(NamedTuple):
-    """What a spec's mods read early.
+    """Early reads of a spec's mods.
 
     Args:
-        functions: the text of ``read_rows`` and ``read_columns`` where they read something.
+        functions: the text of ``read_rows`` and ``read_columns``, each where it reads something.
         graphs: name of a mod -> its graph, simplified.
-        places: name of a mod -> position of a node -> the text that stands for its value.
+        places: name of a mod -> position of a node -> text of its early value.
     """
 
     functions: list[str]
@@ -192,7 +195,7 @@ def _reads(spec: Spec) -> _Reads:
             continue
         arguments = f"b, h, {index}, {_CALL}"
         if kind == "rows":
-            # Columns' may be there already.
+            # Values of columns may be there already.
             last = f"return tables[:{first}] + ({', '.join(given)},) + tables[{first}:]"
         else:
             last = f"return tables + ({', '.join(given)},)"
@@ -201,7 +204,8 @@ def _reads(spec: Spec) -> _Reads:
 
 
 def _early_functions(spec: Spec) -> list[str]:
-    """``read_rows``, ``read_columns`` where they read something, and who takes the values."""
+    """Return ``read_rows`` and ``read_columns`` where they read something, and the mods that take
+    their values."""
     reads = _reads(spec)
     lines = reads.functions
     for name, graph in reads.graphs.items() if lines else ():
@@ -215,7 +219,7 @@ def _early_functions(spec: Spec) -> list[str]:
 
 
 def _of_read(spec: Spec, graph: ModGraph, places: Mapping[int, str], scored: bool) -> ModProgram:
-    """The program of a mod that takes what was read early, of `_Reads.places`."""
+    """Return the program of a mod that takes early values, of `_Reads.places`."""
     nodes = [
         Node(EARLY, node.dtype, (), places[position]) if position in places else node
         for position, node in enumerate(graph.nodes)
@@ -232,12 +236,12 @@ def _of_read(spec: Spec, graph: ModGraph, places: Mapping[int, str], scored: boo
 def _moved(
     facts: Mapping[Node, _Fact], nodes: Sequence[Node], others: Sequence[Node]
 ) -> dict[Node, _Fact]:
-    """What is known of nodes, of those that stand in their places."""
+    """Return facts about nodes for the nodes that stand in their places."""
     return {other: facts[node] for node, other in zip(nodes, others, strict=True) if node in facts}
 
 
 def _score_mod(program: ModProgram, output: int | None) -> str:
-    """The last line, whose result is float32 in the score's shape; None is 0."""
+    """Emit the cast to float32 in the score's shape, and return the last line; None is 0."""
     if output is None:
         value = program.full("0.0", "float32")
     else:
@@ -251,15 +255,15 @@ def _mask_mod(program: ModProgram, output: int) -> str:
 
 
 def mask_scores_source(spec: Spec) -> str:
-    """Return the text of more functions for a module of `write_source`'s, for kernels whose
-    language chooses by several conditions at once; nothing where there is no mask mod.
+    """Return the text of additional functions for a module of `write_source`, for kernels whose
+    language selects by several conditions at once; it is empty where there is no mask mod.
 
     ``mask_scores(scores, full, first, columns, b, h, q_idx, kv_idx, tables, ints, floats)``
-        The scores, -inf at dead pairs. ``full``: whether all pairs are live; None: that isn't
-        known. ``columns``: 0, 1, ... as [1, N]; ``kv_idx`` is ``columns + first``, where pairs
-        count. The other arguments are those of ``mask_mod``.
+        Returns the scores, -inf at dead pairs. ``full``: whether all pairs are live; None where
+        that is unknown. ``columns``: 0, 1, ... as [1, N]; ``kv_idx`` is ``columns + first`` for
+        pairs that count. The other arguments are those of ``mask_mod``.
     ``mask_scores_of_read``
-        The same with those of ``mask_mod_of_read``, where that is there.
+        The same with the arguments of ``mask_mod_of_read``, where that function exists.
     """
     if spec.mask_graph is None:
         return ""
@@ -274,9 +278,9 @@ def mask_scores_source(spec: Spec) -> str:
 
 
 def _mask_scores(name: str, program: ModProgram, output: int) -> list[str]:
-    # Where a mask reads nothing, steps with dead pairs have a loop of their own in `anyflex_cuda`,
-    # and two choices of each score are faster: with one, windows of head dim 64 took 1.09 of the
-    # time on an H200, the causal mask 1.10, with head dim 128 0.99 and 1.01.
+    # Where a mask reads nothing, `anyflex_cuda` runs steps with dead pairs in a loop of their own,
+    # and two selects per score are faster: with one, windows of head dim 64 took 1.09 of the time
+    # on an H200, the causal mask 1.10, with head dim 128 0.99 and 1.01.
     found = None
     if any(node.operation == EARLY for node in program.nodes):
         found = conditions_of(program.nodes, output, program.needs, program.ranges)
@@ -308,7 +312,8 @@ def _operand(program: ModProgram, values: Mapping[int, str], operand: Operand | 
 
 
 def _is_grad(derivative: Derivative) -> bool:
-    """Whether the score's gradient is what comes in, as of whatever is added to a score."""
+    """Whether the derivative is the incoming gradient itself, as for everything that is added to a
+    score."""
     if derivative.score is None:
         return False
     node = derivative.nodes[derivative.score]
@@ -342,14 +347,14 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[ModProgram,
 def source_for(
     source: str, *, within: bool, coarse: bool, short: bool = False, sums: Sums = "floats"
 ) -> str:
-    """Return `write_source`'s text for some calls.
+    """Return the variant of `write_source`'s text for some calls.
 
     Args:
-        within: each of `direct_reads` stays inside of its dimension, and the last stride of every
-            captured tensor is 1.
-        coarse: the sum of `cap_factors` is small.
+        within: each of `direct_reads` stays inside its dimension, and every captured tensor's last
+            stride is 1.
+        coarse: the sum of `cap_factors` is small, so that tanh may have fewer digits.
         short: q_idx and kv_idx are at most 2^24, so that float32 holds them.
-        sums: of ``captured_gradients``, what it adds to `totals` (`operations.accumulate`).
+        sums: the numbers that ``captured_gradients`` adds to `totals` (`operations.accumulate`).
     """
     for name, default, value in (
         ("WITHIN", False, within),
@@ -363,30 +368,31 @@ def source_for(
 
 
 def write_source(spec: Spec) -> str:
-    """Return the text of a module with those of these functions that `spec` needs; all are
-    ``triton.jit``. Shapes below are those of a tile of scores: [M, N] or its transpose.
+    """Return the text of a module with those of the functions below that `spec` needs; all are
+    ``triton.jit``. Shapes are those of a tile of scores: [M, N] or its transpose.
 
     ``score_mod(score, b, h, q_idx, kv_idx, tables, ints, floats)``
-        The new score, float32, of the score's shape.
+        Returns the new score, float32, of the score's shape.
     ``mask_mod(b, h, q_idx, kv_idx, tables, ints, floats)``
-        int1, of any shape that broadcasts.
+        Returns whether pairs are live, int1, of any shape that broadcasts.
     ``score_mod_backward(grad, score, b, h, q_idx, kv_idx, tables, ints, floats)``
-        The gradient of the score that came in, float32, of its shape. Not where that is ``grad``.
+        Returns the gradient of the incoming score, float32, of its shape. Absent where it equals
+        ``grad``.
     ``captured_gradients(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)``
-        Adds to ``totals``, a contiguous accumulator for each captured tensor that learns, by
-        atomic additions; ``live``, int1 of the score's shape, says where. `source_for` makes
-        functions that add in other ways.
+        Adds the gradients of live pairs to ``totals``, a contiguous accumulator for each captured
+        tensor that needs a gradient, by atomic additions. ``live`` is int1 of the score's shape.
+        `source_for` makes functions that add in other ways.
 
     ``read_rows(b, h, q_idx, tables, ints, floats)``, ``read_columns(b, h, kv_idx, ...)``
-        Where a row or a column alone decides something that is read: ``tables`` with those values
-        behind. Each takes what the other returned, whichever comes first; ``b`` and ``h`` are
-        scalars. The side that a loop runs over comes as [N], so that each value is read once.
-        Neither is there if it has nothing to read. With those that are, ``score_mod_of_read`` and
-        ``mask_mod_of_read`` read what is left.
+        Return ``tables`` with early values appended: those that a row or a column alone decides.
+        Each takes the tables that the other returned, in either order; ``b`` and ``h`` are
+        scalars. The side that a loop steps over is [N], so that each value is read once. A
+        function without reads is absent. ``score_mod_of_read`` and ``mask_mod_of_read`` take these
+        tables and make the other reads.
 
     ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the
-    score. ``tables``: pointers to the captured tensors, bool as int8. ``ints``: of each captured
-    tensor its sizes, then its strides; then the call's ints. ``floats``: the call's floats.
+    score. ``tables``: pointers to the captured tensors, bool as int8. ``ints``: sizes, then
+    strides, of each captured tensor; then the call's ints. ``floats``: the call's floats.
     """
     lines = _HEADER.splitlines()
     if spec.score_graph is not None:

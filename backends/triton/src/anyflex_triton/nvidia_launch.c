@@ -1,7 +1,8 @@
-/* Launching a kernel of CUDA's driver again and again: what its launches have in common is laid out
- * once, and a launch writes a call's addresses, numbers and descriptors over a copy of it.
+/* Launcher of a kernel of CUDA's driver: the parameters that its launches share are laid out once,
+ * and a launch writes a call's addresses, numbers and descriptors over a copy of them.
  *
- * Compiled where it runs, by what Triton compiles its own launchers with: see nvidia_launch.py.
+ * Compiled on the machine that runs it, by the compiler of Triton's own launchers: see
+ * nvidia_launch.py.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -13,11 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What a kernel can be given: 4 KB, since CUDA 12.1 32 KB less 4 bytes. */
+/* Maximum bytes of a kernel's parameters: 4 KB, since CUDA 12.1 32 KB less 4 bytes. */
 #define MOST_BYTES 32768
 #define MOST_PARAMETERS 4096
 #define MOST_DIMENSIONS 5
-/* A descriptor's: the driver asks for 64, the type of some of its headers for more. */
+/* Alignment of a descriptor: the driver asks for 64, the type of some of its headers for more. */
 #define ALIGNMENT 128
 
 typedef CUresult (*GetCurrent)(CUcontext *);
@@ -41,8 +42,8 @@ static struct {
 
 static PyObject *data_ptr, *base_name, *shape_name, *strides_name;
 
-/* What stands for a value of a call: a tensor's address; its address in a descriptor that is there
- * but for it; a descriptor, of which the call has the shape too; numbers. */
+/* Kind of a call's value: a tensor's address; the address in an otherwise fixed descriptor; a
+ * descriptor whose shape also belongs to the call; numbers. */
 typedef enum {
   POINTER = 'P',
   ADDRESS = 'A',
@@ -52,7 +53,7 @@ typedef enum {
   FLOAT = 'f'
 } Kind;
 
-/* What a kernel's descriptor is, whatever it is of. */
+/* Part of a kernel's descriptor that is the same for all tensors. */
 typedef struct {
   CUtensorMapDataType type;
   CUtensorMapSwizzle swizzle;
@@ -66,7 +67,7 @@ typedef struct {
   Py_ssize_t element; /* of a tuple; -1: the value itself */
   Py_ssize_t offset;
   Kind kind;
-  /* Of a descriptor, behind which stand its sizes in 32 bits, then its strides in 64. */
+  /* Used by descriptors, which are followed by their sizes in 32 bits and strides in 64. */
   Boxes boxes;
   Py_ssize_t sizes, strides;
 } Slot;
@@ -105,7 +106,7 @@ static int address_of(PyObject *tensor, void **address) {
   return *address == NULL && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Reads a tuple or list of so many integers, the last first. 0, or -1 with an exception. */
+/* Reads a tuple or list of `rank` integers, the last first. 0, or -1 with an exception. */
 static int read_backwards(PyObject *sequence, cuuint32_t rank, int64_t *numbers) {
   PyObject *fast = PySequence_Fast(sequence, "a descriptor's sizes are a sequence");
   if (fast == NULL)
@@ -132,7 +133,7 @@ static int encode(const Boxes *boxes, void *address, const int64_t *lengths,
   for (cuuint32_t i = 0; i < boxes->rank; ++i) {
     wide[i] = (cuuint64_t)lengths[i];
     ones[i] = 1;
-    /* Of the first dimension, whose elements are neighbours, none is given. */
+    /* The first dimension has no stride: its elements are neighbours. */
     if (i > 0)
       of_bytes[i - 1] = (cuuint64_t)(strides[i] * boxes->size);
   }
@@ -257,7 +258,7 @@ static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t coun
     PyErr_Format(PyExc_OverflowError, "a grid of %lu programs: 2^31 - 1 are the most", grid);
     return NULL;
   }
-  /* The driver refuses a grid of none. */
+  /* The driver refuses a grid without programs. */
   if (grid == 0)
     Py_RETURN_TRUE;
   void *stream = PyLong_AsVoidPtr(given[1]);
@@ -298,7 +299,7 @@ static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t coun
       .sharedMemBytes = launch->shared, .hStream = (CUstream)stream,
       .attrs = &overlaps, .numAttrs = launch->overlaps ? 1 : 0,
   };
-  /* Where its queue is full the driver waits for the device. */
+  /* The driver waits for the device where its queue is full. */
   Py_BEGIN_ALLOW_THREADS
   status = driver.launch(&config, launch->function, places, NULL);
   Py_END_ALLOW_THREADS
@@ -307,8 +308,8 @@ static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t coun
   Py_RETURN_TRUE;
 }
 
-/* Whether the driver knows parameters of these sizes, where it can tell. It isn't asked for one more:
- * that would be an error, which tools report that watch its calls. */
+/* Whether the driver knows parameters of these sizes, where it can tell. It isn't asked for a
+ * parameter past the last: tools that watch its calls would report the error. */
 static int check_sizes(const Launch *launch) {
   if (driver.get_param_info == NULL)
     return 0;

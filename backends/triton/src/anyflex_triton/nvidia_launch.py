@@ -1,9 +1,9 @@
-"""Launcher in C for NVIDIA's GPUs, which launches kernels past Triton's own launcher.
+"""Launcher in C for NVIDIA's GPUs, which bypasses Triton's own launcher.
 
-Triton's launcher takes all arguments anew at each launch, each a Python object, and Triton 3.6
-compiles one in C for each signature. This one, nvidia_launch.c, is compiled once a machine, into
-Triton's cache, by the compiler that Triton takes, and is given what belongs to a call. Nothing
-depends on it: where `parameters_of` returns None, Triton launches.
+Triton's launcher takes all arguments as Python objects at each launch, and Triton 3.6 compiles one
+in C for each signature. This one, nvidia_launch.c, is compiled once per machine, into Triton's
+cache, by the compiler that Triton uses, and takes only the arguments that differ from call to
+call. It is optional: where `parameters_of` returns None, Triton launches.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ __all__ = [
 ]
 
 IS_KNOWN = triton.__version__.startswith("3.6.")
-"""Whether this module knows what this version of Triton gives a kernel. False turns it off."""
+"""Whether this module knows the parameters that this version of Triton gives a kernel. Where it is
+False, Triton launches."""
 
 _NUMBERS = {"i32": "i", "i64": "q", "fp32": "f"}
-"""Types of numbers -> letters of `struct`, and of nvidia_launch.c."""
+"""Types of numbers -> letters of `struct` and of nvidia_launch.c."""
 _SCRATCH = 2
-"""Number of pointers that Triton gives each kernel after its own arguments, to scratch memory that
-these kernels don't ask for."""
+"""Number of pointers to scratch memory that Triton adds to each kernel's own arguments; these
+kernels don't use them."""
 _DESCRIPTOR_BYTES, _ALIGNMENT = 128, 128
 """Size of a descriptor, and alignment of its address, in bytes."""
 
@@ -54,7 +55,7 @@ free_in_child(sys.modules[__name__], "_making")
 
 def launch_module() -> Any | None:
     """Return nvidia_launch.c, compiled and bound to the driver; None, with a warning the first
-    time, where it can't be."""
+    time, where that fails."""
     with _making:
         if not _made:
             _made.append(_make_module())
@@ -88,11 +89,12 @@ def _make_module() -> Any | None:
 
 
 class Launcher:
-    """Launches one kernel on one device with what a call gives.
+    """Launches one kernel on one device.
 
     Args:
-        launch: of `nvidia_launch.c`: takes a number of programs, a stream and a call's values, and
-            returns False, with nothing launched, where the thread has no context of the device.
+        launch: function of `nvidia_launch.c` that takes a number of programs, a stream and a
+            call's values. It returns False, with nothing launched, where the thread has no context
+            of the device.
         function: the driver's handle of the kernel.
     """
 
@@ -108,12 +110,12 @@ class Launcher:
         """Run `grid` programs on the current stream of the current device.
 
         Args:
-            values: a dict of what wasn't fixed; there may be more.
+            values: a dict of the arguments that weren't fixed; it may have more.
         """
         stream = driver.active.get_current_stream(device.index)
         if self._launch(grid, stream, values):
             return
-        # The thread's first launch, or somebody has taken its context away.
+        # This is the thread's first launch, or its context was taken away.
         make_context(device)
         if not self._launch(grid, stream, values):
             raise RuntimeError(f"this thread can't have a CUDA context on {device}")
@@ -122,11 +124,11 @@ class Launcher:
 def load_kernel(kernel: Any, device: int) -> int:
     """Load a compiled kernel on the current device and return the driver's handle of it.
 
-    Triton's own loading makes Triton's launcher too, for which it starts the C compiler. It is
-    left to a hook that needs it.
+    Triton's own loading also makes Triton's launcher, for which it starts the C compiler. Here
+    that is left to a hook that needs it.
 
     Raises:
-        OutOfResources: the kernel takes more of a multiprocessor than there is.
+        OutOfResources: the kernel needs more than a multiprocessor has.
     """
     metadata, runtime, utils = kernel.metadata, knobs.runtime, driver.active.utils
     most = utils.get_device_properties(device)["max_shared_mem"]
@@ -150,15 +152,15 @@ def parameters_of(
     order: tuple[str, ...], types: Mapping[str, Types], metadata: Any,
     fixed: Collection[str] = (), described: Mapping[str, str] | None = None,
 ) -> Parameters | None:  # fmt: skip
-    """Return how a compiled kernel is given its arguments, or None where it isn't known.
+    """Return how a compiled kernel takes its arguments, or None where that isn't known.
 
     Args:
         order: names of its arguments.
-        types: of those that aren't constants.
-        metadata: of the compiler.
-        fixed: names of arguments that a launcher is made with; the others are given with a call, a
-            descriptor as `Boxes`.
-        described: as of `FixedArguments`.
+        types: types of the arguments that aren't constants.
+        metadata: the compiler's.
+        fixed: names of the arguments that a launcher is made with. A call gives the others; for a
+            descriptor it gives `Boxes`.
+        described: argument of `FixedArguments`.
     """
     if (
         not IS_KNOWN
@@ -190,7 +192,7 @@ def parameters_of(
 
 class Parameters:
     """Parameters of a kernel in their order, with gaps for the values that a launcher or a call
-    gives."""
+    fills."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -200,7 +202,7 @@ class Parameters:
         self._slots: list[tuple[str, int, str, Any]] = []
 
     def append(self, content: bytes) -> int:
-        """Put a parameter behind the others, and return where it is."""
+        """Append a parameter, and return its offset."""
         size = len(content)
         unit = min(size, _ALIGNMENT)
         offset = -(-len(self._bytes) // unit) * unit
@@ -209,8 +211,7 @@ class Parameters:
         return offset
 
     def add(self, name: str, types: Types, is_fixed: bool, element: int = -1) -> bool:
-        """Add an argument, or of a tuple one element after the other, and return whether it is
-        known how."""
+        """Append an argument, a tuple element by element, and return whether its type is known."""
         if not isinstance(types, str):
             return all(self.add(name, each, is_fixed, place) for place, each in enumerate(types))
         letter = "P" if types.startswith("*") else _NUMBERS.get(types)
@@ -224,12 +225,12 @@ class Parameters:
         return True
 
     def add_descriptor(self, name: str, meta: Mapping[str, Any], tensor: str | None) -> None:
-        """Add a descriptor, and what Triton gives a kernel behind it: sizes in 32 bits and strides
-        in 64.
+        """Append a descriptor, and the numbers that Triton gives a kernel behind it: sizes in 32
+        bits and strides in 64.
 
         Args:
-            meta: of the compiler.
-            tensor: name of what a fixed one is of; None: a call gives `Boxes`.
+            meta: the compiler's.
+            tensor: name of the tensor of a fixed descriptor; None: a call gives `Boxes`.
         """
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
@@ -247,7 +248,7 @@ class Parameters:
             self._add_slot(tensor, -1, "A", offset)
 
     def _add_slot(self, name: str, element: int, kind: str, place: object) -> None:
-        # One object for each name: nvidia_launch.c sees by it that a value is the same.
+        # One object per name: nvidia_launch.c recognizes the same value by it.
         self._slots.append((sys.intern(name), element, kind, place))
 
     def launcher(
@@ -257,16 +258,16 @@ class Parameters:
         fixed: Mapping[str, Any] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> Launcher:
-        """Return what launches a kernel that is loaded.
+        """Return the launcher of a loaded kernel.
 
         Args:
-            function: of `load_kernel`.
-            metadata: of the compiler.
-            fixed: as of `FixedArguments`.
-            values: of a call, for the tensors of fixed descriptors.
+            function: result of `load_kernel`.
+            metadata: the compiler's.
+            fixed: argument of `FixedArguments`.
+            values: a call's, for the tensors of fixed descriptors.
 
         Raises:
-            RuntimeError: it takes other parameters, or the driver refuses a descriptor.
+            RuntimeError: the kernel takes other parameters, or the driver refuses a descriptor.
         """
         module = launch_module()
         assert module is not None
@@ -279,7 +280,7 @@ class Parameters:
             (place, Boxes(values[tensor], *fixed[name]))
             for place, name, tensor in self._descriptors
         ]
-        # Slots of one value follow each other: it is asked for its address once.
+        # Slots of one value follow each other, so that its address is read once.
         slots = sorted(self._slots, key=lambda slot: slot[0])
         launch = module.Launch(
             function, metadata.target.warp_size * metadata.num_warps, metadata.shared,

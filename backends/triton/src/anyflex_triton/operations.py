@@ -1,17 +1,17 @@
-"""Device functions that the text of a mod calls: torch's meaning, made of what ``tl`` has.
+"""Device functions that the text of mods calls: torch's operations in terms of ``tl``.
 
 Only `triton.language` is used, elementwise, so that the same text serves NVIDIA, AMD and Intel,
 any layout and the interpreter: libdevice has no tanh, pow or asin in the interpreter, and not the
 same functions everywhere. Operands are tensors or scalars of one type, which broadcast. float16
 and bfloat16 are held as float32 and rounded after each operation.
 
-Accuracy in float32 is 1 to 4 ulp, in float64 what the device's exp, log and sin give; subnormal
+Accuracy in float32 is 1 to 4 ulp, in float64 that of the device's exp, log and sin; subnormal
 results may be 0. Polynomials are weighted minimax fits (Lawson's iteration in double precision);
-each states the relative error of the fit. `triton` contracts ``a * b + c``: only `fused` relies
-on it.
+each states the relative error of the fit. Triton contracts ``a * b + c``: only `fused` relies on
+it.
 
-In the interpreter, which computes with numpy, `fused` of float64 rounds twice, and division,
-exp2 and sqrt are exact where devices are a few ulp off.
+The interpreter computes with numpy: `fused` of float64 rounds twice there, and division, exp2 and
+sqrt are exact where devices are a few ulp off.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ __all__ = [
 ]
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The functions are run by numpy."""
+"""Whether numpy runs the functions."""
 
 
 @triton.jit
 def truth(x):
-    """An int1 that came of a comparison of scalars. The interpreter still calls one by the type
-    that was compared, and makes a tile of that type of it; here, two operands are broadcast
-    before they are compared, too."""
+    """Return an int1 from a comparison of scalars. The interpreter still gives it the type that
+    was compared, and makes a tile of that type of it; it also broadcasts two operands before it
+    compares them."""
     if INTERPRETED:
         x = tl.where(x, tl.full((), True, tl.int1), tl.full((), False, tl.int1))
     return x
@@ -85,15 +85,15 @@ def truth(x):
 
 @triton.jit
 def float16(x):
-    """float32 rounded to float16's values."""
+    """Round float32 to float16's values."""
     return tl.cast(tl.cast(x, tl.float16), tl.float32)
 
 
 @triton.jit
 def bfloat16(x):
-    """float32 rounded to bfloat16's values."""
+    """Round float32 to bfloat16's values."""
     if INTERPRETED:
-        # Its own conversion truncates.
+        # The interpreter's own conversion truncates.
         bits = tl.cast(x, tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         result = tl.where(x != x, x, tl.cast(rounded, tl.float32, bitcast=True))
@@ -104,7 +104,7 @@ def bfloat16(x):
 
 @triton.jit
 def fused(x, y, z):
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
     if INTERPRETED and x.dtype == tl.float32:
         wide = tl.cast(x, tl.float64) * tl.cast(y, tl.float64) + tl.cast(z, tl.float64)
         result = tl.cast(wide, tl.float32)
@@ -115,7 +115,7 @@ def fused(x, y, z):
 
 @triton.jit
 def with_sign(size, x):
-    """`size`, which is not negative, with the sign of `x`, a zero's included."""
+    """Return `size`, which is not negative, with the sign bit of `x`."""
     if x.dtype == tl.float64:
         bits = tl.cast(x, tl.int64, bitcast=True) & -0x8000000000000000
         result = tl.cast(tl.cast(size, tl.int64, bitcast=True) | bits, tl.float64, bitcast=True)
@@ -133,7 +133,7 @@ def trunc(x):
 @triton.jit
 def round_to_even(x):
     size = tl.abs(x)
-    # Where the last bit counts ones, the addition rounds, halves to even.
+    # From 2^52 (2^23) on, the last bit counts ones, and the addition rounds halves to even.
     if x.dtype == tl.float64:
         rounded = tl.where(
             size < 4503599627370496.0, (size + 4503599627370496.0) - 4503599627370496.0, size
@@ -145,7 +145,7 @@ def round_to_even(x):
 
 @triton.jit
 def sign(x):
-    """-1, 0 or 1; NaN gives 0."""
+    """Return -1, 0 or 1; 0 for NaN."""
     return tl.cast(x > 0, x.dtype) - tl.cast(x < 0, x.dtype)
 
 
@@ -154,7 +154,7 @@ def sign(x):
 
 @triton.jit
 def divided(x, y):
-    """x / y, correctly rounded."""
+    """Return x / y, correctly rounded."""
     if x.dtype == tl.float64:
         result = x / y
     else:
@@ -164,23 +164,23 @@ def divided(x, y):
 
 @triton.jit
 def fmod(x, y):
-    """The remainder of trunc(x / y). Exact up to quotients of 2^48 (float64: 2^106)."""
+    """Return the remainder of trunc(x / y). Exact up to quotients of 2^48 (float64: 2^106)."""
     x, y = tl.broadcast(x, y)
     size, by = tl.abs(x), tl.abs(y)
     if INTERPRETED and x.dtype == tl.float64:
         rest = size % by
     else:
         rest = rest_of(size, by)
-    # An infinite divisor.
+    # This also holds for an infinite divisor.
     rest = tl.where(size < by, size, rest)
     return with_sign(tl.abs(rest), x)
 
 
 @triton.jit
 def rest_of(size, by):
-    """size - by floor(size / by), for neither negative."""
-    # What a correctly rounded quotient leaves over is representable. A quotient too large for a
-    # unit in its last place leaves a rest of either sign, and the second step divides that.
+    """Return size - by floor(size / by); neither is negative."""
+    # The remainder of a correctly rounded quotient is representable. A quotient too large for a
+    # unit in its last place leaves a remainder of either sign, and the second step divides that.
     rest = fused(-tl.floor(divided(size, by)), by, size)
     rest = fused(-tl.floor(divided(rest, by)), by, rest)
     rest = tl.where(rest < 0.0, rest + by, rest)
@@ -189,7 +189,7 @@ def rest_of(size, by):
 
 @triton.jit
 def remainder(x, y):
-    """The remainder with the divisor's sign."""
+    """Return the remainder with the divisor's sign."""
     x, y = tl.broadcast(x, y)
     rest = fmod(x, y)
     return tl.where((rest != 0.0) & ((y < 0.0) != (rest < 0.0)), rest + y, rest)
@@ -197,7 +197,8 @@ def remainder(x, y):
 
 @triton.jit
 def floor_divide(x, y):
-    """The whole number nearest to (x - remainder) / y: division alone may round up to the next."""
+    """Return the integer nearest to (x - remainder) / y: division alone may round up to the next
+    one."""
     x, y = tl.broadcast(x, y)
     rest = fmod(x, y)
     ratio = (x - rest) / y
@@ -214,7 +215,7 @@ def floor_divide(x, y):
 
 @triton.jit
 def tamed(y):
-    """A divisor without 0 and -1."""
+    """Replace the divisors 0 and -1 by 1."""
     if y.dtype == tl.uint8:
         found = tl.where(y == 0, y * 0 + 1, y)
     else:
@@ -224,7 +225,7 @@ def tamed(y):
 
 @triton.jit
 def floor_divide_by(x, y):
-    """Rounded down, for a divisor that is neither 0 nor -1."""
+    """Return x / y rounded down, for a divisor that is neither 0 nor -1."""
     found = x // y
     rest = x - found * y
     return found - tl.cast((rest != 0) & ((rest < 0) != (y < 0)), x.dtype)
@@ -232,7 +233,8 @@ def floor_divide_by(x, y):
 
 @triton.jit
 def integer_floor_divide(x, y):
-    """Rounded down. Division by 0 gives something; the least number over -1 wraps."""
+    """Return x / y rounded down. Division by 0 gives any number; the minimum divided by -1
+    wraps."""
     found = floor_divide_by(x, tamed(y))
     if y.dtype != tl.uint8:
         found = tl.where(y == -1, -x, found)
@@ -241,27 +243,27 @@ def integer_floor_divide(x, y):
 
 @triton.jit
 def mod_by(x, y):
-    """With the divisor's sign, for a divisor that is neither 0 nor -1."""
+    """Return the remainder with the divisor's sign, for a divisor that is neither 0 nor -1."""
     rest = x % y
     return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
 @triton.jit
 def integer_mod(x, y):
-    """With the divisor's sign. Division by 0 gives something."""
+    """Return the remainder with the divisor's sign. Division by 0 gives any number."""
     return mod_by(x, tamed(y))
 
 
 @triton.jit
 def integer_fmod(x, y):
-    """With the dividend's sign. Division by 0 gives something."""
+    """Return the remainder with the dividend's sign. Division by 0 gives any number."""
     return x % tamed(y)
 
 
 @triton.jit
 def integer_power(x, y, DIGITS: tl.constexpr):
-    """x ** y, wrapping; y has so many bits beside its sign. A negative y gives 0, except for 1 and
-    -1."""
+    """Return x ** y, wrapping; DIGITS is the number of bits of y without its sign. A negative y
+    gives 0, except for x of 1 and -1."""
     result = x * 0 + 1
     square = x
     for bit in tl.static_range(DIGITS):
@@ -272,7 +274,7 @@ def integer_power(x, y, DIGITS: tl.constexpr):
 
 @triton.jit
 def shifted_left(x, y, BITS: tl.constexpr):
-    """An amount outside of the type's bits gives 0."""
+    """Return x << y; an amount outside the type's bits gives 0."""
     inside = (y >= 0) & (y < BITS)
     shifted = x << tl.where(inside, y, y * 0)
     return tl.where(inside, shifted, shifted * 0)
@@ -280,7 +282,7 @@ def shifted_left(x, y, BITS: tl.constexpr):
 
 @triton.jit
 def shifted_right(x, y, BITS: tl.constexpr):
-    """An amount outside of the type's bits gives 0, or -1 for negative numbers."""
+    """Return x >> y; an amount outside the type's bits gives 0, or -1 for negative numbers."""
     inside = (y >= 0) & (y < BITS)
     shifted = x >> tl.where(inside, y, y * 0)
     return tl.where(inside, shifted, -tl.cast(x < 0, x.dtype))
@@ -294,7 +296,7 @@ def exp(x):
     if x.dtype == tl.float64:
         result = tl.exp(x)
     else:
-        # 2^w, times what rounding w has lost.
+        # The result is 2^w, corrected by the rounding error of w.
         w = x * 1.4426950216293335
         lost = fused(x, 1.4426950216293335, -w) + x * 1.925962991126617e-08
         power_ = tl.exp2(w)
@@ -307,7 +309,7 @@ def exp(x):
 def expm1(x):
     if x.dtype == tl.float64:
         u = tl.exp(x)
-        # Kahan: what u has been rounded by shows in its logarithm.
+        # Kahan's formula: the rounding error of u shows in its logarithm.
         inner = (u - 1.0) * (x / tl.log(u))
         result = tl.where(u == 1.0, x, tl.where((u > 1e300) | (u < 1e-17), u - 1.0, inner))
     else:
@@ -329,7 +331,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """Kahan: log(u) x / (u - 1) with u = 1 + x, whose rounding cancels."""
+    """Return log(u) x / (u - 1) with u = 1 + x, whose rounding cancels (Kahan)."""
     u = x + 1.0
     inner = tl.log(u) * (x / (u - 1.0))
     return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, inner))
@@ -337,7 +339,8 @@ def log1p(x):
 
 @triton.jit
 def leading(x):
-    """The first 12 bits (float64: 26). What made `x` is not contracted past this."""
+    """Return the first 12 bits (float64: 26). The expression for `x` is not contracted past
+    this."""
     if x.dtype == tl.float64:
         bits = tl.cast(x, tl.int64, bitcast=True) & -0x8000000
         result = tl.cast(bits, tl.float64, bitcast=True)
@@ -349,7 +352,7 @@ def leading(x):
 
 @triton.jit
 def log2_in_two(x):
-    """(high, low), whose sum is log2(x) to some 36 bits, for float32 x > 0, finite."""
+    """Return (high, low), whose sum is log2(x) to some 36 bits, for finite float32 x > 0."""
     small = x < 1.1754943508222875e-38
     bits = tl.cast(tl.where(small, x * 16777216.0, x), tl.int32, bitcast=True)
     shifted = bits - 0x3F3504F3  # sqrt(1/2)
@@ -376,7 +379,7 @@ def log10(x):
     if x.dtype == tl.float64:
         result = tl.log2(x) * 0.3010299956639812
     else:
-        # In two parts, so that powers of 10 have whole logarithms.
+        # The product has two parts, so that powers of 10 have integer logarithms.
         high, low = log2_in_two(x)
         head = leading(high * 0.3010300099849701)
         rest = fused(high, 0.3010300099849701, -head) - high * 1.4320988897563463e-08
@@ -388,7 +391,7 @@ def log10(x):
 @triton.jit
 def rsqrt(x):
     if x.dtype == tl.float64:
-        # The device's own has few digits.
+        # The device's own function has few digits.
         result = 1.0 / tl.sqrt(x)
     else:
         result = tl.rsqrt(x)
@@ -397,7 +400,7 @@ def rsqrt(x):
 
 @triton.jit
 def is_negative(x):
-    """The sign bit, a zero's included."""
+    """Return the sign bit, a zero's included."""
     if x.dtype == tl.float64:
         bits = tl.cast(x, tl.int64, bitcast=True)
     else:
@@ -407,7 +410,7 @@ def is_negative(x):
 
 @triton.jit
 def power(x, y):
-    """x ** y with the special cases of C's pow. float64: |y log2(x)| times exp2's error."""
+    """Return x ** y with the special cases of C's pow. float64: |y log2(x)| times exp2's error."""
     x, y = tl.broadcast(x, y)
     size = tl.abs(x)
     if x.dtype == tl.float64:
@@ -421,14 +424,14 @@ def power(x, y):
         head = leading(tl.where(near, w, 0.0))
         rest = tl.where(near, fused(y, high, -head) + y * low, 0.0)
         k = tl.floor(head + 0.5)
-        # 2^k in two factors, for neither k nor the result need be in range.
+        # 2^k is two factors, because neither k nor the result need be in range.
         half = tl.floor(k * 0.5)
         scaled = tl.exp2((head - k) + rest) * tl.exp2(half) * tl.exp2(k - half)
         result = tl.where(near, scaled, tl.exp2(w))
     whole = tl.floor(y) == y
     odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
     result = tl.where(is_negative(x) & odd, result * -1.0, result)
-    # Other negative numbers than infinity have whole powers only; infinity counts as whole.
+    # Finite negative numbers have integer powers only; infinity counts as an integer.
     undefined = (x < 0.0) & (size < float("inf")) & (tl.floor(y) != y)
     result = tl.where(undefined, float("nan"), result)
     one = (y == 0.0) | (x == 1.0) | ((x == -1.0) & (tl.abs(y) == float("inf")))
@@ -440,7 +443,8 @@ def power(x, y):
 
 @triton.jit
 def tanh(x):
-    """The one that every score goes through under a soft cap: no branch, two slow instructions.
+    """Return tanh(x) without a branch, by two slow instructions: a soft cap sends every score
+    through it.
 
     A device's own instruction (`tanh.approx` is 2^-11 off) would be chosen here, by a constant.
     """
@@ -449,11 +453,11 @@ def tanh(x):
         u = expm1(size * -2.0)
         found = (0.0 - u) / (u + 2.0)
     else:
-        # 1 - 2 / (e^(2 |x|) + 1). A reciprocal square root, squared, is quicker than a division,
-        # which looks at its operands' ranges. An infinite power gives 1.
+        # 1 - 2 / (e^(2 |x|) + 1). A squared reciprocal square root is quicker than a division,
+        # which checks its operands' ranges. An infinite power gives 1.
         root = tl.rsqrt(tl.exp2(size * 2.8853900817779268) + 1.0)
         far = 1.0 - 2.0 * (root * root)
-        # tanh(x) / x - 1 in x^2 for |x| <= 0.55: 3.8e-8. 1 - 2 / (...) has lost digits there.
+        # tanh(x) / x - 1 in x^2 for |x| <= 0.55: 3.8e-8. 1 - 2 / (...) loses digits there.
         z = x * x
         p = 0.13320942223072052 + z * (-0.05268413573503494 + z * 0.016458744183182716)
         near = size + size * (z * (-0.33332958817481995 + z * p))
@@ -463,8 +467,8 @@ def tanh(x):
 
 @triton.jit
 def tanh_capped(x, number, cap, COARSE: tl.constexpr):
-    """cap * tanh(number * x); where COARSE within 5e-7 * cap of it, which near 0 is fewer digits,
-    by half the work: both numbers are factors that it has anyway."""
+    """Return cap * tanh(number * x). Where COARSE the result is within 5e-7 * cap, which near 0 is
+    fewer digits, for half the work: it has both numbers as factors anyway."""
     if COARSE:
         root = tl.rsqrt(tl.exp2(x * (number * 2.8853900817779268)) + 1.0)
         return cap - (2.0 * cap) * (root * root)
@@ -522,7 +526,7 @@ def acosh(x):
 @triton.jit
 def atanh(x):
     size = tl.abs(x)
-    # Its argument's sum cancels nothing: 2 |x| / (1 - |x|).
+    # The sum in log1p's argument cancels nothing: 2 |x| / (1 - |x|).
     return with_sign(log1p((size + size) / (1.0 - size)) * 0.5, x)
 
 
@@ -536,9 +540,9 @@ def tan(x):
 
 @triton.jit
 def atan_below_1(x):
-    """atan(x) for 0 <= x <= 1."""
+    """Return atan(x) for 0 <= x <= 1."""
     if x.dtype == tl.float64:
-        # Half the angle, twice, down to |x| < 0.2; then Taylor's series.
+        # The angle is halved twice, down to |x| < 0.2; then comes Taylor's series.
         x = x / (1.0 + tl.sqrt(1.0 + x * x))
         x = x / (1.0 + tl.sqrt(1.0 + x * x))
         z = x * x
@@ -570,7 +574,7 @@ def atan2(y, x):
     steep = rise > run
     large = tl.where(steep, rise, run)
     ratio = tl.where(steep, run, rise) / large
-    # 0 / 0 and infinity / infinity.
+    # The quotient is undefined for 0 / 0 and infinity / infinity.
     ratio = tl.where((rise == 0.0) & (run == 0.0), 0.0, ratio)
     ratio = tl.where((rise == float("inf")) & (run == float("inf")), 1.0, ratio)
     angle = atan_below_1(ratio)
@@ -594,7 +598,7 @@ def acos(x):
 
 @triton.jit
 def erfc(x):
-    """exp(-x^2) R(t) / (1 + 2 |x|), t = (|x| - 2) / (|x| + 2), as Cody and Johnson do."""
+    """Return exp(-x^2) R(t) / (1 + 2 |x|), t = (|x| - 2) / (|x| + 2), as Cody and Johnson do."""
     size = tl.abs(x)
     if x.dtype == tl.float64:
         size = tl.where(size > 28.0, 28.0, size)
@@ -621,7 +625,7 @@ def erfc(x):
         p = -0.054203882813453674 + t * (-0.008060143329203129 + t * p)
         p = -0.16603146493434906 + t * (0.16405542194843292 + t * p)
         p = 1.2769783735275269 + t * (-0.0927639827132225 + t * p)
-    # Of the square's two parts the first is exact.
+    # The square has two parts, and the first is exact.
     head = leading(size)
     bell = exp(-head * head) * exp((head - size) * (head + size))
     found = bell * p / (1.0 + 2.0 * size)
@@ -633,7 +637,7 @@ def erfc(x):
 
 @triton.jit
 def bound(size, index):
-    """A size in the index's type. Dimensions from 2^31 on need an int64 index."""
+    """Return a size in the index's type. Dimensions from 2^31 on need an int64 index."""
     if index.dtype == tl.int32:
         size = tl.cast(tl.minimum(tl.cast(size, tl.int64), 0x7FFFFFFF), tl.int32)
     return size
@@ -641,13 +645,15 @@ def bound(size, index):
 
 @triton.jit
 def index_bound(x):
-    """x as int32; beyond 2^29, where no index is, something beyond 2^29."""
+    """Return x as int32. Beyond 2^29, which no index reaches, the result is any number beyond
+    2^29."""
     return tl.cast(tl.minimum(tl.maximum(x, -(1 << 29)), 1 << 29), tl.int32)
 
 
 @triton.jit
 def place(index, size):
-    """-size..-1 counts from the end; then the index is clamped. Where the size is 0, any."""
+    """Wrap -size..-1 from the end, then clamp the index. Where the size is 0, the result is any
+    number."""
     size = bound(size, index)
     index = tl.where(index < 0, index + size, index)
     return tl.maximum(tl.minimum(index, size - 1), 0)
@@ -655,32 +661,33 @@ def place(index, size):
 
 @triton.jit
 def place_up(index, size):
-    """`place` of an index that is never negative."""
+    """Return the `place` of an index that is never negative."""
     return tl.minimum(index, bound(size, index) - 1)
 
 
 @triton.jit
 def place_direct(index, size, WITHIN: tl.constexpr):
-    """`place_up` of one of the four indices: nothing is to do WITHIN, where all are inside."""
+    """Return the `place_up` of one of the four indices: WITHIN, where all are inside, it is the
+    index."""
     return index if WITHIN else place_up(index, size)
 
 
 @triton.jit
 def moved(pointer, place, stride):
-    """The pointer moved by a place of one dimension."""
+    """Return the pointer moved by a place of one dimension."""
     return pointer + tl.cast(place, tl.int64) * tl.cast(stride, tl.int64)
 
 
 @triton.jit
 def moved_last(pointer, place, stride, WITHIN: tl.constexpr):
-    """`moved` in the last dimension, whose stride is 1 WITHIN."""
+    """Return the pointer `moved` in the last dimension, whose stride is 1 WITHIN."""
     return pointer + place if WITHIN else moved(pointer, place, stride)
 
 
 @triton.jit
 def load_once(pointers, inside):
-    """What lies there, 0 where not inside."""
-    # Names for all of this would be no constants.
+    """Load elements, 0 where not inside."""
+    # Shapes are spelled out, because constexprs stop being constexpr when they get a name.
     if len(pointers.shape) == 1 and pointers.shape[0] < 256:
         return load_few(pointers, inside)
     elif len(pointers.shape) == 2 and pointers.shape[0] == 1 and pointers.shape[1] < 256:
@@ -691,12 +698,12 @@ def load_once(pointers, inside):
 
 @triton.jit
 def load_few(pointers, inside):
-    """`load_once` of [N], by copies: of fewer elements than a program has threads Triton makes
-    each thread load all that its part of the scores has, 16 of 64, one by one."""
+    """Load [N] as `load_once` does, by copies: when elements are fewer than a program's threads,
+    Triton makes each thread load all that its part of the scores needs, 16 of 64, one by one."""
     N: tl.constexpr = pointers.shape[0]
     copies = tl.broadcast_to(pointers[:, None], (N, 256 // N))
     found = tl.load(copies, mask=inside, other=0)
-    # Halves, then halves of those: taken apart in registers.
+    # The copies are taken apart in registers: halves, then halves of those.
     for halved in tl.static_range(1, 8):
         if 256 // N >> halved > 1:
             found, _other = tl.split(tl.reshape(found, (N, 256 // N >> halved, 2)))
@@ -706,8 +713,8 @@ def load_few(pointers, inside):
 
 @triton.jit
 def along(x, index):
-    """Values [R] of rows or columns, as `index` has them, which is [R, 1] or [1, R]. Others, as
-    scalars, stay as they are."""
+    """Return values [R] of rows or columns in the shape of `index`, [R, 1] or [1, R]. Other
+    values, like scalars, are returned unchanged."""
     if len(x.shape) != 1:
         return x
     elif index.shape[0] == 1:
@@ -718,42 +725,43 @@ def along(x, index):
 
 @triton.jit
 def next_index(offset, size, place):
-    """The offset in a contiguous tensor, with one more dimension."""
+    """Return the offset in a contiguous tensor after one more dimension."""
     return offset * tl.cast(size, tl.int64) + tl.cast(place, tl.int64)
 
 
 @triton.jit
 def spread(x, score):
-    """float32 in the shape of the score."""
+    """Return x as float32 in the shape of the score."""
     return tl.broadcast_to(tl.cast(x, tl.float32), score.shape)
 
 
 @triton.jit
 def power_of_2(exponent):
-    """Of an int32 from -126 to 127."""
+    """Return 2^exponent for an int32 from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scaled(x, exponent):
-    """x times a power of two, whose exponent may be from -252 to 254."""
+    """Return x times a power of two, whose exponent may be from -252 to 254."""
     half = exponent >> 1
     return x * power_of_2(half) * power_of_2(exponent - half)
 
 
 @triton.jit
 def exponent_above(x):
-    """The least power of two above a float32 that isn't negative; -126 and more."""
+    """Return the exponent of the least power of two above a float32 that isn't negative, at least
+    -126."""
     return (x.to(tl.int32, bitcast=True) >> 23) - 126
 
 
 @triton.jit
 def integer_shift(largest, count):
-    """Which power of two makes integers of additions, so that their sum stays within 2^62.
+    """Return the exponent of two that makes additions integers whose sum stays within 2^62.
 
     Args:
-        largest: the bits of the largest addition.
-        count: of additions, int64.
+        largest: bits of the largest addition.
+        count: number of additions, int64.
     """
     headroom = tl.where(count > 0, exponent_above(count.to(tl.float32)), 0)
     return 62 - headroom - exponent_above(largest.to(tl.float32, bitcast=True))
@@ -761,18 +769,18 @@ def integer_shift(largest, count):
 
 @triton.jit
 def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS: tl.constexpr):
-    """totals[LEARNED][offset] += value where live, by atomic additions.
+    """Add value to totals[LEARNED][offset] where live, by atomic additions.
 
-    Where offset is the same along an axis, the sum along it is added at once. `inside` is False
-    where the tensor is empty.
+    Where offset is the same along an axis, the sum along that axis is added at once. `inside` is
+    False where the tensor is empty.
 
     Args:
-        totals: where SUMS is "floats", a pointer to float32 for each captured tensor that learns.
-            Else (deterministic_captured_grads.py) there follow, for each, pointers to integers,
-            int64, to the largest addition's bits, int32, and to how many there are, int64, of each
-            element.
-        SUMS: "floats"; "bounds": finite additions are only measured and counted; "integers": what
-            is finite is added to the integers.
+        totals: where SUMS is "floats", a pointer to float32 for each captured tensor that needs a
+            gradient. Otherwise (deterministic_captured_grads.py) pointers per such tensor follow:
+            to integers, int64, to the bits of the largest addition, int32, and to the number of
+            additions, int64, of each element.
+        SUMS: "floats"; "bounds": finite additions are only measured and counted; "integers":
+            finite additions are made to the integers.
     """
     value = tl.where(live, value, 0.0)
     if len(offset.shape) == 0:
@@ -783,7 +791,7 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
         if offset.shape[1] == 1:
             value = tl.sum(value, axis=1, keep_dims=True)
     if SUMS == "floats":
-        # A zero adds nothing; NaN is not 0.
+        # A zero adds nothing, and NaN is not 0.
         kept = (value != 0.0) & inside
         tl.atomic_add(totals[LEARNED] + offset, value, mask=kept, sem="relaxed")
     else:

@@ -1,4 +1,4 @@
-"""The user's options, ``kernel_options["cuda.triton"]``, and the sizes that kernels may have."""
+"""User options, ``kernel_options["cuda.triton"]``, and the sizes that kernels may have."""
 
 from __future__ import annotations
 

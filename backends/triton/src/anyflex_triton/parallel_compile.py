@@ -1,7 +1,7 @@
-"""Compiling several programs side by side.
+"""Concurrent compilation of several programs.
 
-Triton's front end, a sixth of the time that a kernel takes, holds Python's lock; what follows it
-doesn't.
+Triton's front end, a sixth of a kernel's compile time, holds Python's lock; the later passes
+don't.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["begin_compiling", "compile_all", "compile_missing"]
 def compile_all(
     programs: Sequence[Program], device: torch.device
 ) -> Iterator[tuple[Program, BaseException | None]]:
-    """Compile all; where no thread is to be had, in this one. Yield each as soon as it is done,
-    with what its compiler raised."""
+    """Compile all programs, each in a thread; without threads, in this one. Yield each program as
+    soon as it is done, with the exception that its compiler raised."""
     futures = {}
     remaining = []
     with ThreadPoolExecutor(len(programs)) as pool:
@@ -31,7 +31,7 @@ def compile_all(
             try:
                 futures[pool.submit(_compile_there, program, device)] = program
             except RuntimeError:
-                # Its thread couldn't be started.
+                # No thread could be started for it.
                 remaining.append(program)
         for future in as_completed(futures):
             yield futures[future], future.exception()
@@ -45,17 +45,17 @@ def compile_all(
 
 
 def _compile_there(program: Program, device: torch.device) -> None:
-    # Which device is the current one is a thread's own.
+    # The current device is a thread's own.
     with torch.get_device_module(device).device(device):
         program.compile(device.index)
 
 
 def compile_missing(programs: Sequence[Program], device: torch.device) -> None:
-    """Compile the programs that aren't kept on disk, side by side. The others are loaded first,
+    """Compile the programs that aren't kept on disk, concurrently. The others are loaded first,
     one after the other: threads that read files would wait for Python's lock.
 
     Raises:
-        Exception: what the compiler said of one.
+        Exception: an error of the compiler.
     """
     missing = [program for program in programs if not program.load_kept(device.index)]
     if len(missing) > 1:
@@ -70,11 +70,12 @@ def compile_missing(programs: Sequence[Program], device: torch.device) -> None:
 def begin_compiling(programs: Sequence[Program], target: Any) -> None:
     """Compile programs that will be needed soon, each in a thread of its own, without loading
     them. Each begins when the front end of the one before is done: several front ends at a time
-    would keep Python's lock from whoever compiles what is needed now. The process ends after they
-    do. What fails is tried again when it is needed, and raised then.
+    would keep Python's lock from the thread that compiles a program needed now. The process ends
+    only after they are done. An error is ignored: the program is compiled again when it is needed,
+    and raises then.
 
     Args:
-        target: of the compiler.
+        target: the compiler's.
     """
     if not programs:
         return
@@ -88,9 +89,9 @@ def begin_compiling(programs: Sequence[Program], target: Any) -> None:
     def compile_first() -> None:
         with contextlib.suppress(Exception):
             first.compile_ahead(target, begin_rest)
-        # Its front end hasn't run: it was compiled before, or failed.
+        # Its front end hasn't run: the program was compiled before, or failed.
         begin_rest()
 
-    # If no thread is to be had, nothing is begun.
+    # If no thread can be started, nothing is compiled ahead.
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=compile_first, name="anyflex-triton").start()

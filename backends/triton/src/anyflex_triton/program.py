@@ -1,7 +1,7 @@
-"""One kernel function compiled for one class of arguments, and launched with any of that class.
+"""Program: one kernel function compiled for one class of arguments, and launched with any of it.
 
-Triton's own JIT looks at each integer (is it 1, is it a multiple of 16?) and compiles anew for
-each answer. Here the class is said once, by types, so that a new length or stride never compiles.
+Triton's own JIT examines each integer (is it 1, is it a multiple of 16?) and compiles again for
+each answer. Here types state the class once, so that a new length or stride never recompiles.
 
 A launch goes one of three ways: Triton's interpreter, Triton's launcher (`triton_launch`), or, on
 NVIDIA's GPUs, this package's launcher in C (`nvidia_launch`), which takes less of the host's time.
@@ -38,11 +38,11 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Options:
-    """How a kernel is compiled.
+    """Compiler options of a kernel.
 
     Args:
         num_warps, num_stages: as in Triton.
-        more: keywords that one vendor's compiler has (Intel's ``grf_mode``).
+        more: keywords of one vendor's compiler (Intel's ``grf_mode``).
     """
 
     num_warps: int
@@ -50,20 +50,20 @@ class Options:
     more: tuple[tuple[str, Any], ...] = ()
 
     def keywords(self) -> dict[str, Any]:
-        """Return what Triton takes."""
+        """Return the options as Triton's keywords."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
-            # Triton's default up to 3.9, which warns of another one to come.
+            # This is the default up to Triton 3.9, which warns that it will change.
             "enable_fp_fusion": True,
             **dict(self.more),
         }
 
 
 class TellsFrontEnd:
-    """Mixin of a source that says when Triton's front end is done with it.
+    """Mixin of a source that tells when Triton's front end is done with it.
 
-    The front end, ``make_ir``, holds Python's lock; what follows doesn't.
+    The front end, ``make_ir``, holds Python's lock; the later passes don't.
     """
 
     after_front_end: Callable[[], None] | None = None
@@ -77,25 +77,25 @@ class TellsFrontEnd:
 
 
 class Source(TellsFrontEnd, ASTSource):  # type: ignore[misc]
-    """Source of a kernel, as ``triton.compile`` takes it."""
+    """Source of a kernel for ``triton.compile``."""
 
 
 class Program:
     """A kernel function with its types and constants. Thread-safe.
 
     Args:
-        function: made by ``triton.jit``.
-        types: name -> types, of all arguments that aren't constants.
-        constants: name -> value of the others.
-        aligned: name -> bytes of which a pointer is known to be a multiple.
-        options: of the compiler.
-        files: where compiled kernels are kept beside Triton's own cache; None: nowhere.
+        function: a ``triton.jit`` function.
+        types: name -> types, for all arguments that aren't constants.
+        constants: name -> value, for the others.
+        aligned: name -> bytes, a known divisor of the pointer.
+        options: compiler options.
+        files: store of compiled kernels beside Triton's own cache, or None.
 
     Attributes:
         order: names of all arguments.
-        gives_up_stages: fewer stages were compiled than `options` asks for, because those take
-            more shared memory than a program can have. What a mod reads is kept there too, and no
-            table of configurations knows it.
+        gives_up_stages: the kernel has fewer stages than `options` asks for, because those need
+            more shared memory than a program can have. Values that a mod reads are staged too, and
+            no config table knows them.
     """
 
     source_type: ClassVar[Any] = Source
@@ -128,19 +128,20 @@ class Program:
                 f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
             )
         self.order = tuple(function.arg_names)
-        # Constants come last, but those that stand for an argument that other kernels have.
+        # Constants come last, except those that stand for an argument that other kernels have.
         count = len(self.order)
         while count and self.order[count - 1] in self.constants:
             count -= 1
         self._last = tuple(self.constants[name] for name in self.order[count:])
         self._between = {n: self.constants[n] for n in self.order[:count] if n in self.constants}
-        # A tuple: every kernel has at least two arguments that aren't constants.
+        # itemgetter returns a tuple, because every kernel has at least two arguments that aren't
+        # constants.
         self._ordered = itemgetter(*self.order[:count])
         # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
     def source(self) -> Any:
-        """Return what ``triton.compile`` takes."""
+        """Return the source for ``triton.compile``."""
         signature: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         for index, name in enumerate(self.order):
@@ -156,12 +157,13 @@ class Program:
     def compile(
         self, device: int | None = None, after_front_end: Callable[[], None] | None = None
     ) -> Any:
-        """Compile for the current device and load, at most once; return Triton's kernel.
+        """Compile for the current device and load the kernel, at most once; return Triton's
+        kernel.
 
         Args:
-            device: index of the current device; None: nothing is loaded.
+            device: index of the current device; None: the kernel isn't loaded.
             after_front_end: called when the part of the compiler that holds Python's lock is done;
-                not where nothing has to be compiled.
+                not called where nothing has to be compiled.
         """
         found = self._compiled.get(device)
         if found is None:
@@ -176,7 +178,8 @@ class Program:
         return found
 
     def load_kept(self, device: int) -> bool:
-        """Load the kernel for the current device if it needn't be compiled; return whether."""
+        """Load the kernel for the current device if it needn't be compiled; return whether it is
+        loaded."""
         with self._lock:
             if device in self._compiled:
                 return True
@@ -192,12 +195,12 @@ class Program:
     def compile_ahead(
         self, target: Any, after_front_end: Callable[[], None] | None = None
     ) -> None:
-        """Do of `compile` what needs no device, at most once. Any thread may: a graph that another
-        one captures isn't disturbed.
+        """Do the part of `compile` that needs no device, at most once. Any thread may call this: a
+        graph that another thread captures isn't disturbed.
 
         Args:
-            target: of the compiler.
-            after_front_end: as of `compile`.
+            target: the compiler's.
+            after_front_end: as in `compile`.
         """
         with self._lock:
             if not self._compiled and self._ahead is None:
@@ -206,7 +209,7 @@ class Program:
     def _translate(
         self, target: Any, options: Options, after_front_end: Callable[[], None] | None = None
     ) -> Any:
-        """Find the kernel among the spec's files, or compile and keep it."""
+        """Find the kernel among the spec's files, or compile and store it."""
         name = self._name(target, options)
         found = self._kept(name)
         if found is None:
@@ -228,11 +231,11 @@ class Program:
         if target is None:
             target = current_target()
         named = (self.types, self.constants, self.aligned, options.keywords())
-        # Sorted by names: a constant's place among the others depends on the process.
+        # Sorted by name: a constant's place among the others depends on the process.
         return kernel_name(self.function, *[sorted(each.items()) for each in named], target)
 
     def _loaded(self, found: Any, target: Any, device: int | None) -> Any:
-        """Return the kernel with as many stages as the device has room for, loaded there."""
+        """Return the kernel with as many stages as fit the device, loaded there."""
         if device is None:
             return found
         options = self.options
@@ -256,7 +259,7 @@ class Program:
 
     def _parameters(self, kernel: Any, *fixed: Any) -> Parameters | None:
         """Return how the launcher in C gives the kernel its arguments, or None where Triton's
-        launches it."""
+        launcher is used."""
         parameters = nvidia_launch.parameters_of(self.order, self.types, kernel.metadata, *fixed)
         return None if parameters is None or nvidia_launch.launch_module() is None else parameters
 
@@ -267,18 +270,18 @@ class Program:
         described: Mapping[str, str],
         values: Mapping[str, Any],
     ) -> Launcher | None:
-        """Return what launches the kernel past Triton's launcher with some values laid out, or
-        None where Triton's launches it or it isn't compiled.
+        """Return a launcher that bypasses Triton's, with some values laid out; None where Triton's
+        launcher is used or the kernel isn't compiled.
 
         Args:
-            fixed, described: as of `FixedArguments`.
-            values: of a call, for the tensors of fixed descriptors.
+            fixed, described: as in `FixedArguments`.
+            values: a call's, for the tensors of fixed descriptors.
         """
         launcher = self._launchers.get(device)
         if launcher is None:
             return None
         kernel = self._compiled[device]
-        # A growing KV cache makes a launcher for each length, of the same parameters.
+        # A growing KV cache makes a launcher for each length, with the same parameters.
         key = (tuple(fixed), *described.items())
         parameters = self._laid_out.get(key)
         if parameters is None:
@@ -291,7 +294,7 @@ class Program:
         """Run `grid` programs on the current stream of the current device.
 
         Args:
-            values: of all arguments that aren't constants. There may be more: another kernel's.
+            values: all arguments that aren't constants; it may also have those of other kernels.
         """
         if INTERPRETED:
             interpret(self.function, grid, self._in_order(values), self.options.keywords())
@@ -302,7 +305,7 @@ class Program:
             if not hooked():
                 launcher.launch(grid, device, values)
                 return
-            # It was loaded without Triton's launcher.
+            # The kernel was loaded without Triton's launcher.
             load_kernel(kernel)
         if self._needs_context:
             enter_device(device)

@@ -31,19 +31,18 @@ _aggregate: Any = getattr(triton, "aggregate", None) or tl.core._aggregate
 def record(cls: C) -> C:
     """Make the class a record, which kernels construct with all of its fields as keywords.
 
-    A field may be whatever a function of Triton's takes: tensors, pointers, descriptors, tuples,
-    other records, and constants, None and functions among them, which stay constants. A record
-    can't be changed; a changed one is constructed anew. It has no methods: Triton's interpreter
-    doesn't bind them.
+    A field may be anything that a function of Triton's takes: tensors, pointers, descriptors,
+    tuples, other records, and constants, including None and functions, which stay constants. A
+    record is immutable; to change a field, construct another one. It has no methods: Triton's
+    interpreter doesn't bind them.
 
-    A constant must not change in a loop: Triton forgets without a word what the loop's body makes
-    of it.
+    A constant must not change in a loop: Triton silently drops such a change in the loop's body.
 
-    The order of fields and their annotations mean nothing, because up to Triton 3.7 neither is
+    The order of fields and their annotations have no meaning, because up to Triton 3.7 neither is
     part of a kernel's key in Triton's cache.
 
     Attributes:
-        plain: the class as Python knows it, for whoever runs kernels without Triton.
+        plain: the undecorated class, for running kernels without Triton.
     """
     names = tuple(cls.__annotations__)
 
@@ -66,7 +65,7 @@ def record(cls: C) -> C:
         return cls
     # Without this mark Triton looks for the source of `init`, to make it part of kernels' keys.
     init.__triton_builtin__ = True  # type: ignore[attr-defined]
-    # Triton checks fields against annotations, which up to Triton 3.7 can't be strings.
+    # Triton checks fields against annotations, which can't be strings up to Triton 3.7.
     types = dict.fromkeys(names, tl.core.base_value)
     made: Any = _aggregate(
         type(cls.__name__, (), {

@@ -1,6 +1,6 @@
 """Triton versions that the kernels were tried with.
 
-Kernels in Gluon aren't taken with another version: Gluon isn't stable, and changes names.
+Kernels in Gluon are refused for other versions: Gluon isn't stable, and changes names.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ __all__ = ["TRIED", "untried_triton"]
 
 _OLDEST, _NEWEST = (3, 6), (3, 9)
 TRIED = "3.6 to 3.9"
-"""The oldest has run, and compiles in the tests as the newest does. With 3.7.1 and 3.8.0 the tests
-of what Hopper's and Blackwell's kernels become were run by hand."""
+"""Versions of Triton that the kernels were tried with. The oldest has run, and compiles in the
+tests as the newest does. With 3.7.1 and 3.8.0 the tests of Hopper's and Blackwell's compiled
+kernels were run by hand."""
 
 
 def untried_triton(version: str) -> str | None:
-    """Return that a Triton is another than those, or None.
+    """Return a note that a version of Triton is untried, or None.
 
     Args:
-        version: its, ``"3.6.0"``; what follows the first two numbers doesn't count.
+        version: as in ``"3.6.0"``; only the first two numbers count.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is not None and _OLDEST <= (int(numbers[1]), int(numbers[2])) <= _NEWEST:

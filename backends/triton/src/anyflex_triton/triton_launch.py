@@ -32,8 +32,8 @@ def load_kernel(kernel: Any) -> None:
 def launch_kernel(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
     """Launch a loaded kernel as ``kernel[(grid, 1, 1)](*arguments)`` does, on the current stream.
 
-    Hooks are passed only where there are some: Triton makes a record of the launch for an empty
-    chain too, and calls it twice, which takes 3 of 24 us.
+    Hooks are passed only where some exist: Triton records the launch for an empty chain too, and
+    calls it twice, which takes 3 of 24 us.
     """
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())

@@ -1,8 +1,8 @@
-"""Autotuning: the fastest of the configs around the table's, timed at the first call of its size.
+"""Autotuning: times the configs around the table's at the first call of a size.
 
-Nothing of this runs unless the user asks for it: option ``autotune``. What was found is an
-artifact of the spec, one a kernel, size and device: core keeps it in the disk cache, under a key
-that covers this package's sources, Triton's version and the user's other options.
+Nothing of this runs unless the user sets the option ``autotune``. Each result is an artifact of
+the spec, one per kernel, size and device: core keeps it in the disk cache, under a key that covers
+this package's sources, Triton's version and the user's other options.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from anyflex_triton.parallel_compile import compile_all
 __all__ = ["Clock", "Tuner"]
 
 Clock = Callable[[Callable[[], None]], float]
-"""Returns the milliseconds that a launch takes on the current device."""
+"""Function that returns the milliseconds of a launch on the current device."""
 
 _COMPILER_ERRORS = (TritonError, RuntimeError)
-"""What a config may bring about that can't be compiled: Triton's own, and its passes', which
-raise RuntimeError."""
+"""Errors of a config that can't be compiled: Triton's own, and RuntimeError, which its passes
+raise."""
 _ONE_AT_A_TIME = threading.Lock()
-"""Kernels that run meanwhile would be timed too."""
+"""Serializes timing: kernels that run meanwhile would be timed too."""
 free_in_child(sys.modules[__name__], "_ONE_AT_A_TIME")
 
 
 class Size(NamedTuple):
-    """Calls for which one config is the fastest.
+    """Class of calls that share a fastest config.
 
     Args:
-        kernel: which one.
-        device: where it runs.
+        kernel: name of the kernel.
+        device: the device that runs it.
         heads: batch times query heads, rounded up to a power of two.
         rows, keys: lengths of query and key, likewise.
     """
@@ -60,13 +60,13 @@ class Size(NamedTuple):
         )
 
     def artifact(self) -> str:
-        """Name of what is kept: the same on each device of a product."""
+        """Return the name of the artifact: the same on each device of a product."""
         device = re.sub(r"[^A-Za-z0-9]+", "_", device_name(self.device))
         return f"tuned-{self.kernel}-{self.heads}-{self.rows}-{self.keys}-{device}.json"
 
 
 def size_of(kernel: KernelName, call: Call) -> Size:
-    """Return which calls a call is one of."""
+    """Return the size class of a call."""
     batch, heads, rows = call.query.shape[:3]
     return Size(
         kernel,
@@ -88,18 +88,18 @@ def device_name(device: torch.device) -> str:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether the current stream records a graph."""
+    """Whether the current stream is capturing a graph."""
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return capturing is not None and bool(capturing())
 
 
 class Tuner:
-    """The fastest configs of one spec's kernels. Thread-safe: of the threads that need the same
+    """Fastest configs of one spec's kernels. Thread-safe: of several threads that need the same
     one, one finds it and the others wait.
 
     Args:
-        artifacts: of the spec.
-        backend: its name, for what is printed.
+        artifacts: the spec's artifacts.
+        backend: the backend's name, for messages.
         clock: times a launch.
     """
 
@@ -111,7 +111,8 @@ class Tuner:
         self._given_up: set[Size] = set()
 
     def known(self, kernel: KernelName, call: Call, configs: Sequence[Config]) -> Config | None:
-        """Return what was found earlier, in this process or another, or None. Times nothing."""
+        """Return the config that was found earlier, in this process or another, or None. Times
+        nothing."""
         size = size_of(kernel, call)
         if size not in self._found:
             kept = self._artifacts.get(size.artifact())
@@ -132,17 +133,19 @@ class Tuner:
         launch_with: Callable[[Config], Launch],
         before: Sequence[Launch],
     ) -> Config:
-        """Return the fastest of `configs` for the call, and keep it. What the launches overwrite
-        is left with anything, what they add to with zeros. Where nothing can be timed, in a graph
-        capture or for want of memory, it is the first, with a `PerformanceWarning`.
+        """Return the fastest of `configs` for the call, and store it. Afterwards the tensors that
+        launches overwrite hold any values, and those that they add to hold zeros. Where timing is
+        impossible, in a graph capture or for lack of memory, the result is the first config, with
+        a `PerformanceWarning`.
 
         Args:
-            configs: the table's first.
+            configs: candidates; the table's is the first.
             launch_with: returns the launch with a config.
-            before: are run before anything is timed.
+            before: launches that run before anything is timed.
 
         Raises:
-            TritonError, RuntimeError: what the compiler said of the first; none can be compiled.
+            TritonError, RuntimeError: the compiler's error for the first config, if none can be
+                compiled.
         """
         device = call.query.device
         size = size_of(kernel, call)
@@ -152,13 +155,13 @@ class Tuner:
             self._warn(size, "a graph is being captured; make such a call before the capture")
             return configs[0]
         with _ONE_AT_A_TIME:
-            # Another thread may have been faster.
+            # Another thread may have found it meanwhile.
             config = self.known(kernel, call, configs)
             if config is not None:
                 return config
             for launch in before:
                 launch.run(device)
-            # Their programs stay: another size tries the same ones.
+            # The programs stay: another size tries the same ones.
             launches = {config: launch_with(config) for config in configs}
             try:
                 times, failed = self._time(size, launches, device)
@@ -176,8 +179,8 @@ class Tuner:
     def _time(
         self, size: Size, launches: Mapping[Config, Launch], device: torch.device
     ) -> tuple[dict[Config, float], dict[Config, BaseException]]:
-        """Return the milliseconds of each config, and what was raised for those that can't be
-        compiled or don't fit the device."""
+        """Return the milliseconds of each config, and the errors of those that can't be compiled
+        or don't fit the device."""
         progress = ProgressLine(sys.stderr)
 
         def show(what: str, done: int) -> None:
@@ -199,7 +202,7 @@ class Tuner:
                     elif error is not None:
                         raise error
                     elif program.gives_up_stages and configs[program] != first:
-                        # It is another config then, which has its own turn.
+                        # With fewer stages it equals another config, which is timed by itself.
                         failed[configs[program]] = TritonError("its stages don't fit the device")
             for done, (config, launch) in enumerate(launches.items()):
                 show("timed", done)
@@ -207,7 +210,7 @@ class Tuner:
                     continue
                 try:
                     times[config] = self._clock(partial(launch.run, device))
-                except TritonError as error:  # It takes more of a core than there is.
+                except TritonError as error:  # It needs too many resources.
                     failed[config] = error
                 finally:
                     for tensor in launch.sums:
