@@ -277,7 +277,7 @@ def foreseen(*, beside: bool = True) -> Iterator[list[Program]]:
         mock.patch.object(Program, "is_compiled", lambda program, device: False),
         mock.patch.object(Program, "compile", compiled),
         mock.patch.object(portable_call, "_compiles_beside", lambda call: beside),
-        mock.patch.object(portable_call, "driver"),
+        mock.patch.object(portable_call, "current_target"),
         mock.patch.object(
             portable_call, "begin_compiling", lambda programs, target: known.extend(programs)
         ),

@@ -1,6 +1,6 @@
-"""Compiles generated functions with every operation for three targets; no device is needed.
+"""Compilation of generated functions with every operation for three targets, without a device.
 
-Run as a script, without TRITON_INTERPRET, by `test_compiled_mods`. It prints a line a target and
+Run as a script, without TRITON_INTERPRET, by `test_compiled_mods`. It prints a line per target and
 kernel, and fails at the first that doesn't compile.
 """
 
@@ -49,7 +49,7 @@ def on_a_tile(
     scores, grads, out, b, h, first_q, first_k, tables, ints, floats, totals,
     SCORE: tl.constexpr, MASK: tl.constexpr, BACKWARD: tl.constexpr, CAPTURED: tl.constexpr,
 ):  # fmt: skip
-    """All functions of a module on scores [16, 8], one for each thread."""
+    """Run all functions of a module on scores [16, 8], one for each thread."""
     q_idx = first_q + tl.arange(0, 16)[:, None]
     kv_idx = first_k + tl.arange(0, 8)[None, :]
     places = tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -68,7 +68,8 @@ def on_a_tile(
 
 
 def every_operation(names: tuple[str, ...]) -> tuple[ModGraph, tuple[CapturedFacts, ...]]:
-    """score + each operation of each type, of two captured tensors read at q_idx and kv_idx."""
+    """Return score + each operation of each type, for two captured tensors read at q_idx and
+    kv_idx."""
     nodes = list(parse_graph("input f32 - score;input i64 - q_idx;input i64 - kv_idx;=0").nodes)
 
     def add(operation: str, dtype: torch.dtype, *arguments: int, attribute: object = None) -> int:
@@ -83,7 +84,8 @@ def every_operation(names: tuple[str, ...]) -> tuple[ModGraph, tuple[CapturedFac
         captured += [CapturedFacts(dtype, 1, dtype.is_floating_point)] * 2
         condition = add("lt", torch.bool, x, y)
         if name == "i64":
-            # Not from memory, so that constants' and indices' rules are compiled as well.
+            # y isn't read from memory, so that the rules of constants and indices are compiled as
+            # well.
             y = add("mod", dtype, add("sub", dtype, 1, 2), add("const", dtype, attribute=7))
         for operation, count in OPERATIONS.items():
             if count is None or count == 0 or type_class(dtype) not in operand_classes(operation):
@@ -104,7 +106,8 @@ def every_operation(names: tuple[str, ...]) -> tuple[ModGraph, tuple[CapturedFac
 
 MASK = "input i64 - q_idx;input i64 - kv_idx;const i64 - 3;floordiv i64 0,2 -;floordiv i64 1,2 -"
 READS = (
-    # Of a scalar, a row, a column and a pair; of no dimension.
+    # The captured tensors are read by a scalar, a row, a column and a pair; the last has no
+    # dimension.
     "input f32 - score;input i64 - h;input i64 - q_idx;input i64 - kv_idx;load f32 1 0;"
     "load f32 2 1;load f32 3 1;load bf16 1,2,3 2;cast f32 7 -;load f32 - 3;add f32 4,5 -;"
     "mul f32 10,6 -;add f32 11,8 -;mul f32 12,9 -;tanh f32 0 -;mul f32 13,14 -;=15"
@@ -133,7 +136,7 @@ def specs() -> list[tuple[str, Spec]]:
 
 
 def source(spec: Spec, sums: Sums) -> ASTSource:
-    """The kernel with the functions of a spec."""
+    """Return the kernel with the functions of a spec."""
     module = load_module(source_for(write_source(spec), within=False, coarse=False, sums=sums))
     names = {torch_type: name for name, torch_type in DTYPES.items()}
     learned = [facts for facts in spec.captured if facts.needs_grad]

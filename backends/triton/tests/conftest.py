@@ -1,4 +1,4 @@
-"""The tests run kernels in Triton's interpreter, which reads its variable when it is imported."""
+"""Test setup: kernels run in Triton's interpreter, whose variable is read when it is imported."""
 
 from __future__ import annotations
 

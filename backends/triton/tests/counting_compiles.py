@@ -1,8 +1,8 @@
 """Calls of many lengths, batches and strides, as on an H200; prints each kernel that is compiled.
 
-Run as a script, without TRITON_INTERPRET, by `test_compiled_kernels`: plain calls, which Triton
-compiles, counted by its listener; with `training` causal ones under a soft cap with their
-backward, of which it is counted what Triton is asked to compile. Nothing is launched.
+Run as a script, without TRITON_INTERPRET, by `test_compiled_kernels`. Plain calls are compiled by
+Triton and counted by its listener. With `training`, causal calls under a soft cap run with their
+backward, and the requests to Triton's compiler are counted. Nothing is launched.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ asked: set[tuple[str, str]] = set()
 
 
 def ask_for(source: Any, target: Any, options: dict[str, Any]) -> Any:
-    # What has been compiled Triton takes out of its cache.
+    # Triton takes kernels that were compiled before out of its cache.
     wanted = (source.hash(), repr(sorted(options.items())))
     if wanted not in asked:
         asked.add(wanted)
@@ -87,7 +87,7 @@ def main(*, training: bool) -> None:
         triton.knobs.cache.dir = folder
         register("cuda.offline", Hopper)
         for batch, length in itertools.product((1, 2, 5), (1, 15, 16, 17, 128, 1000, 4096)):
-            # Rows lie further apart for each batch.
+            # Rows lie further apart for each batch size.
             rows = torch.zeros(batch, 2, length, 64 + 8 * batch, dtype=torch.bfloat16)[..., :64]
             call(rows, training=training)
 

@@ -1,11 +1,11 @@
-/* What launchers take from CUDA's driver, on a machine that has none: it notes the last launch,
+/* Fake of CUDA's driver for launchers, on a machine that has none: it records the last launch,
  * whose parameters are copied with the sizes that the kernel has. */
 
 #include <cuda.h>
 #include <string.h>
 
 typedef struct {
-  /* Of a kernel. */
+  /* Parameters of a kernel. */
   int count;
   int sizes[64];
 } Kernel;
@@ -75,7 +75,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   return CUDA_SUCCESS;
 }
 
-/* A descriptor here: address, type, rank, swizzle, then lengths, strides, boxes. */
+/* Contents of a fake descriptor: address, type, rank, swizzle, then lengths, strides, boxes. */
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
                                 void *address, const cuuint64_t *lengths,
                                 const cuuint64_t *strides, const cuuint32_t *boxes,

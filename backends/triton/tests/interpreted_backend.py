@@ -1,4 +1,4 @@
-"""The backend as Triton's interpreter runs it. Other processes import this module too."""
+"""Backend that Triton's interpreter runs. Other processes import this module too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Interpreted"]
 
 
 class Interpreted(TritonBackend):
-    """Without bfloat16, whose bits the interpreter multiplies as integers."""
+    """Refuses bfloat16, whose bits the interpreter multiplies as integers."""
 
     capabilities = dataclasses.replace(
         TritonBackend.capabilities, dtypes=frozenset({torch.float32, torch.float16})

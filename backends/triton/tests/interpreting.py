@@ -1,8 +1,8 @@
-"""Triton's interpreter without what it does for nothing, which is more than half of its time.
+"""Triton's interpreter without needless work, which is more than half of its time.
 
-Nothing that a kernel computes is touched. The kernels call each other a lot, and at each call the
-interpreter puts its own operations into triton.language, where they have been since the launch;
-and for each sum of 32-bit integers it works out whether it overflows, and doesn't say.
+The results of kernels stay the same. The kernels call each other a lot, and at each call the
+interpreter puts its own operations into triton.language, where they have been since the launch.
+For each sum of 32-bit integers it computes whether it overflows, and doesn't report that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from triton.runtime import interpreter
 __all__ = ["MOST_PROGRAMS", "hasten"]
 
 MOST_PROGRAMS = 20_000
-"""Of a launch; at 3 to 15 ms each, more would take so long that a test is better off failing."""
+"""Maximum number of programs of a launch; at 3 to 15 ms each, a test with more had better fail."""
 
 
 class _Language:
-    """What the interpreter looks for in the globals of a kernel."""
+    """Stand-in for the globals of a kernel, with the names that the interpreter looks up."""
 
     __globals__ = {"language": tl, "core": tl.core}  # noqa: RUF012
 

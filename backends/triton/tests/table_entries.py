@@ -1,4 +1,4 @@
-"""Kernels that `bench/triton_compiles.py` compiles, and the entries of the table to be there."""
+"""Kernels that `bench/triton_compiles.py` compiles, and the table's entries that must be there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TOOL = Path(__file__).parents[3] / "bench" / "triton_compiles.py"
 TYPES = ("bfloat16", "float32")
 DIMS = (64, 128, 256)
 READING = ("documents", "alibi", "relative", "bias", "mixed")
-"""The tool's patterns whose mods read tensors."""
+"""Patterns of the tool whose mods read tensors."""
 
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script whose Triton compiles: this process has the interpreter."""
+    """Run a script whose Triton compiles: this process has the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
@@ -50,12 +50,12 @@ def compiled(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     lines = [line.split() for line in done.stdout.splitlines() if " warps=" in line]
-    # Of each line: target, type, head dim, kernel, pattern, tile, warps, stages.
+    # Each line begins with target, type, head dim, kernel, pattern, tile, warps and stages.
     return {" ".join((*words[:4], *words[5:8])) for words in lines}
 
 
 def named(target: Target, dtype: str, dim: int, kernel: KernelName, config: Config) -> str:
-    """A kernel with a configuration, as `compiled` and `entries` name it."""
+    """Return the name of a kernel with a config, in the form of `compiled` and `entries`."""
     return (
         f"{target} {dtype} {dim} {kernel} {config.block_m}x{config.block_n} "
         f"warps={config.options.num_warps} stages={config.options.num_stages}"
@@ -63,7 +63,7 @@ def named(target: Target, dtype: str, dim: int, kernel: KernelName, config: Conf
 
 
 def entries(target: Target) -> set[str]:
-    """All of the table for a target."""
+    """Return all of the table's entries for a target."""
     found = {
         named(target, dtype, dim, kernel, config)
         for kernel, by_type in _TABLE[target].items()
@@ -79,7 +79,8 @@ def entries(target: Target) -> set[str]:
 
 
 def learning_by_pair(target: Target) -> set[str]:
-    """The kernels of bfloat16 that add a pair's gradient to an element that both decide."""
+    """Return the kernels of bfloat16 whose pairs add to an element that query and key both
+    decide."""
     found = set()
     for dim in DIMS if target == "hopper" else DIMS[:2]:
         traits = Traits(dim, 2, score_reads_pairs=True, adds_by_pair=True)

@@ -1,4 +1,4 @@
-"""Which GPUs are taken, by the architecture that a spec names."""
+"""Architectures of a spec: which GPUs are accepted."""
 
 from __future__ import annotations
 

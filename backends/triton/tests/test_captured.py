@@ -18,7 +18,7 @@ INDEX = "input f32 - score;input i64 - b;input i64 - h;input i64 - q_idx;input i
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """The same values, with NaN around them and between them where it has strides."""
+    """Return the same values, with NaN around them and between them where it has strides."""
     around = torch.full((tensor.numel() * 2 + 64,), math.nan, dtype=tensor.dtype)
     strides = [2 * stride for stride in tensor.contiguous().stride()]
     view = around.as_strided(tensor.shape, strides, 32)
@@ -90,7 +90,8 @@ def test_numbers_come_from_the_call() -> None:
 
 
 READS = {
-    # What is read, and the shape of the table: a sum over the tile, over keys, over queries, none.
+    # Each case has the index and the shape of the table; gradients are summed over the tile, over
+    # keys, over queries, or not at all.
     "tile": ("2", (5,)),
     "row": ("3", (M,)),
     "column": ("4", (N,)),
@@ -106,7 +107,7 @@ LEARNED = "sub i64 3,4 -;const i64 - 2;mod i64 3,6 -"
 
 
 def gradients_of(case: Case, graph: ModGraph) -> list[Tensor]:
-    """In float64, of live pairs, by index_put with accumulation."""
+    """Return gradients of live pairs in float64, by index_put with accumulation."""
     slope = differentiate(simplify(graph), wanted_captured=frozenset(case.learned))
     totals = [torch.zeros(case.captured[i].shape, dtype=torch.float64) for i in case.learned]
     for scatter in slope.scatters:
@@ -160,7 +161,7 @@ def test_only_what_learns_has_a_total_and_they_stand_in_order() -> None:
     totals = (torch.ones(M), torch.zeros(M, N), torch.zeros(3, dtype=torch.float64))
     case.run("captured_gradients", "captured", totals)
     wanted = gradients_of(case, graph)
-    # What a total held stays in it.
+    # The total keeps what it held before.
     torch.testing.assert_close(totals[0].double() - 1, wanted[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(totals[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
     assert totals[2].count_nonzero() == 0

@@ -1,6 +1,7 @@
 """Every entry of the table for Blackwell goes through Triton's compiler and ptxas, and fits.
 
-`bench/triton_compiles.py` judges. A file a large target: test runners share out files.
+`bench/triton_compiles.py` judges. Each large target has a file, because test runners share out
+files.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Kept(dict[str, bytes]):
 
 
 def compiled(key: str = KEY) -> Any:
-    """A kernel as ``triton.compile`` leaves it in Triton's cache."""
+    """Return a kernel as ``triton.compile`` leaves it in Triton's cache."""
     manager = get_cache_manager(key)
     files = {"k.ttir": b"text", "k.cubin": b"code of " + key.encode(), "k.json": b"{}"}
     group = {name: manager.put(content, name) for name, content in files.items()}
@@ -76,7 +76,7 @@ def test_another_machine_finds_binary_and_metadata(
     triton_s_cache(tmp_path / "two", monkeypatch)
     found = find(kept)
     assert (found.source, found.hash) == ("source", KEY)
-    # No IR: it is large, and read by nobody.
+    # IR isn't kept: it is large, and nobody reads it.
     assert set(found.metadata_group) == {"k.cubin", "k.json"}
     for name, path in found.metadata_group.items():
         assert Path(path).is_relative_to(tmp_path / "two")
@@ -155,7 +155,7 @@ def test_what_is_in_triton_s_cache_is_left_as_it_is(
     monkeypatch.setattr(triton.knobs.cache, "manager_class", Counting)
     assert find(kept) is not None
     assert written == []
-    # A custom manager is the one that is given kernels.
+    # A custom manager receives the kernels.
     triton_s_cache(tmp_path / "two", monkeypatch)
     assert find(kept) is not None
     assert sorted(written) == ["__grp__k.json", "k.cubin", "k.json"]
@@ -191,7 +191,7 @@ def test_a_module_in_c_is_loaded_where_there_is_no_compiler(
     found = load()
     assert Path(str(found.__file__)).is_relative_to(tmp_path / "two")
 
-    # A launcher's module is told by its function, wrapped or not, and goes with its kernel.
+    # A launcher's module is found by its function, wrapped or not, and is kept with its kernel.
     function = found.open_driver
     assert module_of(function) is found
     assert module_of(lambda: function()) is found

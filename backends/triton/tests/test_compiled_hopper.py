@@ -1,6 +1,7 @@
 """Every entry of the table for Hopper goes through Triton's compiler and ptxas, and fits.
 
-`bench/triton_compiles.py` judges. A file a large target: test runners share out files.
+`bench/triton_compiles.py` judges. Each large target has a file, because test runners share out
+files.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _ROUNDED = Traits(192, 4, in_tf32=True)
 
 def test_every_entry_compiles_and_fits() -> None:
     found = compiled("hopper", "causal")
-    # The tile of dK and dV is smaller than the table's where heads are grouped, as causal's are.
+    # Grouped heads, as in causal kernels, have a smaller tile for dK and dV than the table's.
     found |= compiled("hopper", "plain", "forward,keys,queries", ("bfloat16",))
     found |= compiled("hopper", "plain", "keys", ("tf32",))
-    # Of 64 columns forward has the table's where others' limit of registers would make it spill,
-    # as where TMA doesn't load rows.
+    # Forward of 64 columns takes the table's entry where the register limit of others would make
+    # it spill, as where TMA doesn't load rows.
     unaligned = compiled("hopper", "plain,causal", "forward", ("bfloat16",), (36,), recorded=False)
     found |= {name.replace(" 36 ", " 64 ") for name in unaligned}
     assert entries("hopper") <= found, entries("hopper") - found

@@ -1,4 +1,4 @@
-"""The kernels go through Triton's compilers for AMD, and with Intel's tiles, a part for Ampere.
+"""Compilation of the kernels for AMD, with Intel's tiles, and of a part for Ampere.
 
 `bench/triton_compiles.py` judges. Hopper's and Blackwell's are in files of their own.
 """
@@ -17,7 +17,7 @@ from table_entries import READING, compiled, entries, run
 def test_every_entry_for_amd_compiles_and_fits() -> None:
     found = compiled("amd", "causal")
     assert entries("amd") <= found, entries("amd") - found
-    # Fails where forward spills, whatever mods read.
+    # The tool fails where forward spills, whatever mods read.
     assert compiled("amd", ",".join(READING), "forward", ("bfloat16",), (128,))
 
 
@@ -51,8 +51,8 @@ def test_what_runs_beside_the_kernels_of_the_table_compiles_and_fits() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_lengths_batches_and_strides_compile_once_a_class(training: bool) -> None:
-    """Decoding has a kernel for up to 16 rows and one for up to 32, forward one for keys that end
-    where its tiles do and one for others, and so have both kernels of backward."""
+    """Decoding has a kernel for up to 16 rows and one for up to 32. Forward and both kernels of
+    backward have one for keys that end where tiles do and one for others."""
     done = run(Path(__file__).parent / "counting_compiles.py", *["training"] * training)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     wanted = ["combine_kernel", *["decode_kernel"] * 2, *["forward_kernel"] * 2]

@@ -1,4 +1,4 @@
-"""Generated functions go through Triton's compilers, for devices that needn't be there."""
+"""Compilation of generated functions by Triton's compilers, for devices that needn't be there."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton to interpret with", allow_module_level=True)
 
 WHOLE = os.environ.get("ANYFLEX_WHOLE_KIT") == "1"
-"""The whole quick subset: minutes."""
+"""Whether the whole quick subset runs, which takes minutes."""
 
-# numpy says so of each -inf and NaN that a kernel computes with.
+# numpy warns of each -inf and NaN that a kernel computes with.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     # The interpreter's, thousands in a call: pytest would keep each, as objects that calls leave.

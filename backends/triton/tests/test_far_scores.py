@@ -1,4 +1,4 @@
-"""Scores that are finite but huge: the softmax of a row is that of its differences.
+"""Scores that are finite but huge: a row's softmax depends on their differences alone.
 
 q and k are small integers and the scale is 1/8: all scores are exact, so that ties are ties.
 """
@@ -46,13 +46,13 @@ def tensors(rows: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 def padding(count: int, lowest: float) -> Tensor:
-    """`lowest` at every third, and at sixteen next to each other."""
+    """Return `lowest` at every third place, and at sixteen neighbouring ones."""
     index = torch.arange(count)
     return torch.where((index % 3 == 0) | ((index >= 16) & (index < 32)), lowest, 0.0)
 
 
 def made(name: str, rows: int, keys: int) -> Score:
-    """A mod that makes huge scores."""
+    """Return a mod that makes huge scores."""
     of_rows, of_keys = padding(rows, LOWEST), padding(keys, LOWEST)
     mods: dict[str, Score] = {
         "all lowest": lambda s, b, h, q, k: s + LOWEST,
@@ -79,15 +79,16 @@ NAMES = (
 def dense(
     query: Tensor, key: Tensor, value: Tensor, mod: Score | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_scores) in float64, of scores that float32 holds as kernels have them."""
+    """Return (out, lse, max_scores) in float64, from scores that float32 holds as kernels have
+    them."""
     scores = (query.double() @ key.double().mT * scale).float()
     if mod is not None:
         b, h, q, k = (torch.arange(n) for n in scores.shape)
         scores = mod(scores, b[:, None, None, None], h[:, None, None], q[:, None], k)
     scores = scores.double()
     highest = scores.amax(-1).detach()
-    # Not torch's, which loses the sum beside the lowest float: its gradient would be n weights of
-    # 1.
+    # torch's own logsumexp loses the sum beside the lowest float: its gradient would be n weights
+    # of 1.
     lse = highest + (scores - highest[..., None]).logsumexp(-1)
     return scores.softmax(-1) @ value.double(), lse, highest
 
@@ -119,7 +120,7 @@ def test_huge_scores_are_right(name: str, rows: int, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("rows", [5, 70])
 def test_huge_products_are_right(rows: int) -> None:
-    """Of queries and keys as large as float16 can be, without a mod; their sums are exact."""
+    """Queries and keys are as large as float16 can be, without a mod; their sums are exact."""
     query = torch.full((1, 1, rows, 128), 2.0**15).half()
     key = query[:, :, :1].expand(1, 1, 130, 128).clone()
     key[:, :, 100:] *= 0.5

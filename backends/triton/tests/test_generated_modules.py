@@ -1,4 +1,4 @@
-"""Generated modules are whole for whoever gets them."""
+"""Generated modules are complete for every process that gets them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_child_forked_while_a_module_is_executed_makes_it_anew(
     if child == 0:
         try:
             signal.alarm(30)
-            # The other one's lock may have been held.
+            # The parent's thread may hold the events' locks at the fork.
             sys.begun, sys.go_on = threading.Event(), threading.Event()  # type: ignore[attr-defined]
             sys.go_on.set()  # type: ignore[attr-defined]
             os._exit(0 if hasattr(load_module(TEXT), "DONE") else 1)

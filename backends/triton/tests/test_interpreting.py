@@ -1,4 +1,4 @@
-"""What `interpreting` leaves out changes no result, and what it refuses is refused."""
+"""Shortcuts of `interpreting` change no result, and very large launches are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call is launched with: classes of arguments, options, layouts; numbers at odd scales."""
+"""Launches of calls: argument classes, options and layouts; numbers at unusual scales."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Program, Mapping[str, object]]]:
-    """Programs in the order of their launches, which compute nothing."""
+    """Record programs in the order of their launches, which compute nothing."""
     seen: list[tuple[Program, Mapping[str, object]]] = []
 
     def note(
@@ -73,7 +73,7 @@ def test_lengths_and_batches_share_their_programs(
         "forward_kernel",
         "forward_kernel",
     ]
-    # The second knows that its tiles end where the lengths do.
+    # The second one knows that its tiles end where the lengths do.
     assert sorted(program.constants.get("EVEN", False) for program in programs) == [
         False, False, False, True,
     ]  # fmt: skip
@@ -101,7 +101,7 @@ def test_few_heads_run_at_a_time(
         mask = anyflex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256)
     out = attention(q, k, v, block_mask=mask, enable_gqa=True)
     torch.autograd.grad(out, (q, k, v), out.detach())
-    # The first counts query heads, as its tiles are theirs.
+    # The first kernel counts query heads, because its tiles are of queries.
     wanted = {"forward_kernel": queries, "key_kernel": keys, "query_kernel": queries}
     assert {
         program.function.__name__: values["head_group"]
@@ -128,7 +128,7 @@ def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> 
     ("dims", "scattered"), [((192, 128), False), ((160, 192), True), ((72, 136), False)]
 )
 def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered: bool) -> None:
-    """With values that rows of another document must not see, in the last part of columns."""
+    """Rows of another document have values that must not be seen, in the last part of columns."""
     head_dim, value_dim = dims
     ids = (torch.arange(150) >= 70).to(torch.int32)
     shapes = [(1, 2, 150, head_dim)] * 2 + [(1, 2, 150, value_dim)]
@@ -160,8 +160,8 @@ def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered:
 def test_heads_beside_each_other_are_read_by_descriptors(
     dims: tuple[int, int], packed: bool, dense_dout: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows past a batch entry's end are the next one's, columns past a head's the next head's:
-    what isn't finite there reaches nobody else."""
+    """Rows past a batch entry's end belong to the next entry, columns past a head's to the next
+    head: non-finite values there reach nobody else."""
     seen: dict[str, tuple[object, object]] = {}
     launched = Program.launch
 
@@ -183,7 +183,7 @@ def test_heads_beside_each_other_are_read_by_descriptors(
     drawn[2][1, 2, 1, 0] = torch.inf
     query, key, value = (tensor.transpose(1, 2).detach() for tensor in drawn)
     if dims == (16, 192):
-        # The one tensor so, the other so.
+        # One tensor's heads lie beside each other, the other's one after the other.
         key = key.contiguous()
     query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
     out = attention(query, key, value, enable_gqa=True)
@@ -198,7 +198,7 @@ def test_heads_beside_each_other_are_read_by_descriptors(
     wanted = (expected, *torch.autograd.grad(expected, exact, dout[:1].double()))
     for result, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(result[:1].double(), right, atol=2e-5, rtol=1e-5)
-    # Of the other batch entry, the heads that read the first key head.
+    # In the other batch entry, the heads that read the first KV head stay finite.
     assert out[1, :2].isfinite().all() and not out[1, 2:].isfinite().any(dim=(-2, -1)).all()
     keys = {64: (True, True), 192: (False, True)}
     expected_seen = {
@@ -232,7 +232,7 @@ def test_forward_foresees_backward_of_a_gradient_laid_out_as_its_query(
 
 
 def test_grouped_heads_of_float32_in_parts() -> None:
-    """Four query heads of a key head that all batch entries share."""
+    """Four query heads read a KV head that all batch entries share."""
     query, key, value = randn(2, 4, 40, 160), randn(1, 1, 70, 160), randn(1, 1, 70, 176)
     query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
     out = attention(query, key, value, enable_gqa=True, scale=1.0)
@@ -266,7 +266,8 @@ def test_parts_leave_nothing_to_pad(
 def test_values_that_are_not_finite_reach_the_rows_that_see_them(
     rows: int, dtype: torch.dtype
 ) -> None:
-    """Alone, with others of their kind in all of a tile, or of another kind tiles away."""
+    """Non-finite values stand alone, fill a tile with their kind, or have another kind tiles
+    away."""
     keys = 200
     query, key, value = (randn(1, 1, length, 16).to(dtype) for length in (rows, keys, keys))
     value[0, 0, 3, 0] = torch.inf
@@ -292,7 +293,7 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(
 @pytest.mark.parametrize("length", [128, 192, 200])
 @pytest.mark.parametrize("table", ["exact", "longer", "every second", "last dimension of two"])
 def test_a_table_is_read_where_it_lies(length: int, table: str) -> None:
-    """With lengths that end where tiles do and others; where indices stay inside and where not."""
+    """Lengths end where tiles do or elsewhere; indices stay inside or don't."""
     ids = (torch.arange(length) * 7 // 90).to(torch.int32)
     held = {
         "exact": ids,
@@ -445,7 +446,8 @@ def test_a_limit_of_registers_goes_with_its_tile() -> None:
         config = Programs(spec, write_source(spec), "hopper", overrides).config("forward")
         return dict(config.options.more).get("maxnreg")
 
-    # All that a thread can have, for which 16 warps would be more than a core has.
+    # The limit is all registers that a thread can have; with 16 warps that is more than a
+    # multiprocessor has.
     assert limit(torch.float32) == limit(torch.float32, block_n=32) == 255
     assert limit(torch.float32, num_warps=16) is None
     same = {"block_m": 64, "block_n": 64, "num_warps": 4}
@@ -475,8 +477,8 @@ def test_any_scale_is_right(scale: float, length: int) -> None:
 def test_largest_scores_and_sums_in_parts_are_right(
     monkeypatch: pytest.MonkeyPatch, scored: bool, overlap: bool, keys: int, block_n: int
 ) -> None:
-    """As Hopper has them, whose table no interpreter takes: long FULL runs, PARTIAL ones, rows
-    without a live key, infinite values, scores that grow from step to step."""
+    """Parts are Hopper's, whose table the interpreter doesn't use: long FULL runs, PARTIAL runs,
+    rows without a live key, infinite values, scores that grow from step to step."""
     launch_real = Program.launch
     parts_of_launches: list[object] = []
 
@@ -512,7 +514,7 @@ def test_largest_scores_and_sums_in_parts_are_right(
         )  # fmt: skip
         scores = (query.double() @ key.double().mT / 4 + bias).masked_fill(~kept, -torch.inf)
         weights = scores.softmax(-1).nan_to_num(0.0)
-        # 0 times what a row doesn't see is 0, even if that is infinite.
+        # Weights of 0 stay 0 even where a row's unseen value is infinite.
         parts = weights[..., None] * value.double()[:, :, None]
         wanted = parts.where(weights[..., None] > 0, 0.0).sum(-2)
         torch.testing.assert_close(out.double(), wanted, atol=2e-3, rtol=1e-3)
@@ -539,14 +541,14 @@ def test_four_programs_of_head_dim_64_fit_a_core_of_hoppers() -> None:
     def taken(*traits: int, **more: bool) -> Config:
         return config_for("hopper", "forward", Traits(*traits, **more))
 
-    # A core's registers.
+    # Four programs share a multiprocessor's registers.
     four = taken(64, 2)
     assert 4 * dict(four.options.more)["maxnreg"] * four.options.num_warps * 32 == 65536
-    # With a third stage a program takes 57 KiB of shared memory, of which a core holds three.
+    # With a third stage a program takes 57 KiB of shared memory, and a multiprocessor holds three.
     assert str(four) == "64x64, 4 warps, 2 stages, maxnreg 128, parts"
     for more in ({"is_scored": True}, {"mask_reads": True, "reads_keys": True}):
         assert taken(48, 2, **more) == four
-    # Registers would spill, or there is room without.
+    # With these traits registers would spill, or there is room without a limit.
     for more in (
         {"is_scored": True, "reads_keys": True}, {"is_scored": True, "mask_reads": True},
         {"is_scored": True, "score_reads_pairs": True},
@@ -574,7 +576,7 @@ def test_what_decides_whether_128_registers_are_enough() -> None:
     assert limit((64, 64), mask=causal) == limit((40, 48), mask=causal) == 128
     assert limit((64, 64), cap) == limit((64, 64), cap, causal) == 128
     assert limit((64, 64), sine) is None
-    # Rows that aren't multiples of 16 bytes come by other loads.
+    # Rows that aren't multiples of 16 bytes are loaded in another way.
     assert limit((36, 36), mask=causal) is limit((64, 36), mask=causal) is None
 
 
@@ -587,7 +589,7 @@ def test_documents_of_head_dim_128_have_smaller_steps_without_a_score_mod() -> N
 def config_of(
     kernel: KernelName, dim: int, dtype: torch.dtype, block: tuple[int, int], **options: int
 ) -> str:
-    """Of Hopper's table, or the user's, within a mask's blocks."""
+    """Return Hopper's config, or the user's, within a mask's blocks."""
     spec = Spec("cuda", "sm_90", dtype, dim, dim, mask_kind="runs", block_size=block)
     config = Programs(spec, write_source(spec), "hopper", options).config(kernel)
     return f"{config.block_m}x{config.block_n} {config.options.num_warps}"
@@ -602,7 +604,7 @@ def test_tiles_that_a_masks_blocks_make_smaller_have_fewer_warps() -> None:
     assert config_of("keys", 256, half, (16, 64)) == "64x64 8"
     assert config_of("keys", 256, half, (128, 32)) == "64x32 4"
     assert config_of("forward", 128, single, (16, 128)) == "16x16 4"
-    # What the user says stays: warps of larger tiles too.
+    # The user's options stay, including the warps of larger tiles.
     assert config_of("queries", 128, half, (64, 64), backward_num_warps=8) == "64x64 8"
     assert config_of("forward", 128, single, (16, 128), num_warps=8) == "16x16 8"
     assert config_of("queries", 128, half, (64, 64), dq_block_m=128) == "64x64 4"
@@ -656,7 +658,7 @@ def test_layouts_keep_what_is_known_of_alignment() -> None:
         layout = layout_of(rows)
         assert (layout.unit, layout.alignment) == (unit, alignment), (dtype, columns)
         assert layout.strides[2] * unit == columns
-        # An address that is less aligned than rows are.
+        # This address is less aligned than rows are.
         elements = torch.zeros(rows.numel() + 1, dtype=dtype)[1:]
         assert layout_of(elements.view(rows.shape)).alignment == rows.element_size()
     assert layout_of(dense.mT).scattered
@@ -672,15 +674,15 @@ def test_a_descriptor_takes_heads_one_after_the_other_or_beside_each_other() -> 
     assert heads_described(dense[..., 1:]) is None
     assert heads_described(torch.zeros(1, 1, 4, 3)) is None
     assert heads_described(torch.zeros(1, 1, 0, 16)) is None
-    # As models project them, also where one row has query, key and value.
+    # Models project heads like this, also with query, key and value in one row.
     beside = dense.transpose(1, 2)
     key = torch.zeros(2, 5, 3 * 4 * 16).view(2, 5, 3, 4, 16)[:, :, 1].transpose(1, 2)
     assert heads_described(beside) == heads_described(key) == "beside"
     assert heads_described(key[:1]) == heads_described(key[:1, :1].expand(1, 4, 5, 16)) == "beside"
-    # More columns than a descriptor has.
+    # This tensor has more columns than a descriptor can.
     wide = torch.empty_strided((1, 2, 3, 16), (0, 1 << 31, 1 << 32, 1), device="meta")
     assert heads_described(wide) is None
-    # Heads that don't begin at 16 bytes.
+    # These heads don't begin at multiples of 16 bytes.
     assert heads_described(torch.zeros(2, 5, 4, 17)[..., :16].transpose(1, 2)) is None
     # Rows of the next batch entry don't follow.
     assert heads_described(key[:, :, :4]) is None
@@ -709,7 +711,7 @@ def test_products_are_rounded_where_torch_allows_it() -> None:
         ("high", "hopper", "tf32"),
         ("medium", "ampere", "tf32"),
         ("high", "xpu", "tf32"),
-        # As torch's own kernels for AMD: not all of its GPUs have such products.
+        # AMD's rounding is off, as in torch's own kernels: not all of its GPUs have such products.
         ("high", "amd", "ieee"),
     ):
         spec = Spec("cuda", "sm_90", torch.float32, 64, 64, fp32_precision=precision)

@@ -1,4 +1,4 @@
-"""Programs that a call needs together are compiled side by side, and run in their order."""
+"""Programs that a call needs together are compiled concurrently, and launched in their order."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import HookChain
 
-from anyflex_triton import arguments, launch, parallel_compile, triton_launch
+from anyflex_triton import arguments, launch, parallel_compile, triton_launch, warm_up
 from anyflex_triton import program as programs_module
 from anyflex_triton.program import Options, Program, TellsFrontEnd
 
 GPU = torch.device("cuda", 1)
 AMD = GPUTarget("hip", "gfx942", 64)
-"""Triton's own launcher launches there."""
+"""Target where Triton's own launcher launches."""
 
 
 class Pretended:
-    """A program that notes what it does. One that isn't kept is compiled when `together` others
-    are."""
+    """Program that records its calls. If it isn't kept, its compilation waits for `together`
+    others."""
 
     def __init__(
         self, name: str, notes: list[str], together: threading.Barrier, *, kept: bool
@@ -62,7 +62,7 @@ class Pretended:
 
 
 def pretended(*names: str, kept: int = 0) -> tuple[list[launch.Launch], list[str]]:
-    """Launches of programs, the first `kept` of which are, and what they note."""
+    """Return launches of programs, the first `kept` of which are kept, and their notes."""
     notes: list[str] = []
     together = threading.Barrier(max(1, len(names) - kept))
     programs = [Pretended(name, notes, together, kept=i < kept) for i, name in enumerate(names)]
@@ -74,13 +74,13 @@ def pretended(*names: str, kept: int = 0) -> tuple[list[launch.Launch], list[str
 
 
 def threads_of(launches: list[launch.Launch]) -> list[threading.Thread]:
-    """That compiled each."""
+    """Return the threads that compiled each."""
     return [cast(Pretended, given.program).compiled[GPU.index] for given in launches]
 
 
 @pytest.fixture(autouse=True)
 def current_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Which devices threads made the current one."""
+    """Record the devices that threads made current."""
     seen: list[torch.device] = []
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ def test_what_is_not_compiled_is_compiled_side_by_side(
     current_devices: list[torch.device],
 ) -> None:
     launches, notes = pretended("a", "b", "c")
-    # Each waits for the others.
+    # Each compilation waits for the others.
     launch.launch_all(launches, GPU)
     assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}", "c 5 1 {'x': 2}"]
     assert current_devices == [GPU] * 3
@@ -110,14 +110,14 @@ def test_what_is_kept_is_loaded_in_the_callers_thread() -> None:
     launch.launch_all(launches, GPU)
     assert threads_of(launches) == [threading.current_thread()] * 3
     assert len(notes) == 3
-    # The others are compiled side by side.
+    # The other programs are compiled concurrently.
     launches, notes = pretended("a", "b", "c", "d", kept=2)
     launch.launch_all(launches, GPU)
     *here, one, other = threads_of(launches)
     assert here == [threading.current_thread()] * 2
     assert one is not other and not {one, other} & set(here)
     assert len(notes) == 4
-    # A single one in the caller's thread.
+    # A single missing one is compiled in the caller's thread.
     launches, notes = pretended("a", "b", kept=1)
     launch.launch_all(launches, GPU)
     assert threads_of(launches) == [threading.current_thread()] * 2
@@ -196,8 +196,8 @@ def test_nothing_is_compiled_for_the_interpreter() -> None:
 
 
 class Compiled:
-    """What `triton.compile` returns, as far as a launch reads it; notes what Triton's launcher is
-    called with."""
+    """Stand-in for the result of `triton.compile`, as far as a launch reads it; records the
+    arguments of Triton's launcher."""
 
     packed_metadata = "packed"
 
@@ -221,7 +221,7 @@ FUNCTION = SimpleNamespace(__name__="add", arg_names=["x", "y", "SIZE", "z"])
 
 
 def program_of(x_type: str = "*fp32") -> tuple[Program, Compiled]:
-    """A program that is compiled for GPU."""
+    """Return a program that is compiled for GPU."""
     program = Program(
         FUNCTION, {"x": x_type, "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, Options(4, 1)
     )
@@ -232,11 +232,11 @@ def program_of(x_type: str = "*fp32") -> tuple[Program, Compiled]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A driver whose current stream is `stream`, and launch hooks of nobody."""
+    """Return a driver whose current stream is `stream`, and remove all launch hooks."""
     made = SimpleNamespace(stream=7, get_current_device=lambda: GPU.index)
     made.get_current_stream = lambda device: made.stream if device == GPU.index else None
     made.get_current_target = lambda: "the current"
-    for module in (programs_module, triton_launch):
+    for module in (programs_module, triton_launch, warm_up):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=made))
     monkeypatch.setattr(programs_module, "INTERPRETED", False)
     for name in ("launch_enter_hook", "launch_exit_hook"):
@@ -339,7 +339,7 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
         assert asked == tried and found.metadata.shared <= 250
         assert program.gives_up_stages == (len(tried) > 1)
         assert program.compile(GPU.index) is found
-        # Without a device, as tests compile: what was asked for.
+        # Without a device, as in tests of compilation, the stages stay as asked for.
         assert program.compile().metadata.shared == 100 * stages
     programs_module._most_shared.cache_clear()
 
@@ -347,7 +347,7 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
 def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With Triton's own object of a compiled kernel: its `run` is there before its `function`."""
+    """Triton's own object of a compiled kernel has its `run` before its `function`."""
     from triton.compiler import CompiledKernel
 
     launched: list[object] = []
@@ -399,14 +399,14 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
 
 
 class FrontEnd:
-    """What is compiled, as far as Triton's front end goes."""
+    """Source of a kernel, as far as Triton's front end goes."""
 
     def make_ir(self, target: str) -> str:
         return f"module for {target}"
 
 
 class Source(TellsFrontEnd, FrontEnd):
-    """What `triton.compile` takes."""
+    """Source for `triton.compile`."""
 
 
 def compiler(monkeypatch: pytest.MonkeyPatch, notes: list[str], cached: bool = False) -> None:
@@ -450,7 +450,7 @@ def test_triton_s_sources_tell_when_their_front_end_is_done(
 
 
 def finish() -> None:
-    """Wait for what compiles in threads, and begins others."""
+    """Wait for threads that compile, and for those that they start."""
     while True:
         running = [each for each in threading.enumerate() if each.name == "anyflex-triton"]
         if not running:
@@ -486,7 +486,7 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
         most_compiling = max(most_compiling, in_compiler)
         if not cached:
             source.make_ir(target)
-            # Each of two goes on when the other one's front end is done too.
+            # Each of two continues when the other one's front end is done too.
             both.wait(timeout=20)
         in_compiler -= 1
         return SimpleNamespace(
@@ -525,7 +525,7 @@ def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
 
 
 class LauncherOfSharedModule:
-    """What Triton 3.6 does in Python's place: a module's functions are replaced and read again."""
+    """Triton 3.6's launcher in Python: a module's functions are replaced and read again."""
 
     module = ""
 
@@ -536,7 +536,7 @@ class LauncherOfSharedModule:
 
 
 class Loading:
-    """A compiled kernel, as far as its launcher is concerned."""
+    """Stand-in for a compiled kernel, as far as its launcher is concerned."""
 
     src = None
     metadata = SimpleNamespace(shared=0, target=AMD)
@@ -552,8 +552,8 @@ class Loading:
 def test_launchers_are_made_one_after_the_other(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The modules of Triton's launchers have one name, which Python's own table of modules isn't
-    made for."""
+    """The modules of Triton's launchers have one name, which Python's table of modules doesn't
+    expect."""
     driver.launcher_cls = LauncherOfSharedModule
     driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
     monkeypatch.setattr("triton.compile", lambda *_, **__: Loading(driver))

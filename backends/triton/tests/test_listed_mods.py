@@ -54,7 +54,7 @@ def test_a_mask_mod_keeps_what_core_keeps(name: str) -> None:
 
 
 def reads_of(source: str) -> dict[str, int]:
-    """Of each function of a module."""
+    """Return the number of reads of each function of a module."""
     functions = source.split("def ")[1:]
     return {text.split("(")[0]: text.count("load_once") for text in functions}
 
@@ -85,7 +85,7 @@ def test_what_only_a_column_needs_takes_no_row_s_place() -> None:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         for order in orders[:4]:
             s = s + table[order[h], k]
-        # A pair needs the last one too.
+        # A pair needs the last order too.
         last = orders[4][h]
         return s * last + table[last, k] + bias[q]
 
@@ -94,7 +94,7 @@ def test_what_only_a_column_needs_takes_no_row_s_place() -> None:
     for tile in TILES[:2]:
         case = Case(graph, captured=traced.captured, **tile)  # type: ignore[arg-type]
         reads = reads_of(case.source)
-        # A place for each of the last order and the bias, and for four of the five columns'.
+        # The last order and the bias have a place each, and so have four of the five columns'.
         assert reads["read_rows"] == 2 and reads["read_columns"] == 8
         assert reads["score_mod_of_read"] == 2
         assert torch.equal(case.run("score_mod_of_read", "score"), case.run("score_mod", "score"))

@@ -1,4 +1,4 @@
-"""Finer runs of a mask: those that create_block_mask makes, and the same attention."""
+"""Finer runs of a mask equal those of create_block_mask, and give the same attention."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Found:
-    """Edges and runs, by the kernel that reads them."""
+    """Record edges and runs by the kernel that reads them."""
     seen: Found = {}
     decided: list[Mapping[str, object]] = []
     launched = Program.launch
@@ -53,9 +53,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
             if "TRANSPOSED" in program.constants:
                 decided.append(program.constants)
             return
-        # What isn't written is never read.
+        # Unwritten runs are never read: they are -1 here.
         launched(program, grid, device, {**values, "new_runs": runs.fill_(-1)})
-        # Runs are made of what was decided just before.
+        # Runs come from the kinds that were decided just before.
         constants = decided.pop()
         if constants["TRANSPOSED"]:
             name = "keys"
@@ -80,7 +80,7 @@ def test_rows_are_kept_with_the_mask_that_they_are_of() -> None:
     assert mask_refinement.mask_rows(other).ends.tolist() == [[[2, 3]]]
     assert mask_refinement.mask_rows(other).runs is other.runs
     assert mask_refinement.mask_rows(views.transposed()) is not rows
-    # They are the mask's own memory, which may be written again.
+    # The rows are the mask's own memory, which may be written again.
     offsets += 5
     assert rows.offsets is offsets and rows.ends.tolist() == [[[6, 7]]]
 

@@ -15,7 +15,7 @@ from anyflex.plugin import DTYPES, OPERATIONS, ModGraph, Node, operand_classes, 
 from anyflex_triton.lowering import TRITON, cap_factors
 from anyflex_triton.mods import write_source
 
-# numpy says what it divides by zero.
+# numpy warns of divisions by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 FLOATS = [0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 1.5, -1.5, 2.5, -2.5, 3.0, -7.25, 0.3, -0.04, 1e-4]
@@ -41,7 +41,7 @@ def values_of(name: str) -> Tensor:
 
 
 def pairs(name: str) -> tuple[Tensor, Tensor]:
-    """[M * N] values: all pairs of tricky ones, some again."""
+    """Return [M * N] values: all pairs of tricky ones, some repeated."""
     values = values_of(name)
     first, second = torch.meshgrid(values, values, indexing="ij")
     again = -(-M * N // first.numel())
@@ -52,7 +52,7 @@ PAIR = "input i64 - q_idx;input i64 - kv_idx;const i64 - 32;mul i64 0,2 -;add i6
 
 
 def operation_nodes(operation: str, name: str) -> list[Node]:
-    """Two captured tensors are the operands: no type is converted on the way."""
+    """Two captured tensors are the operands, so that no type is converted on the way."""
     dtype, count = DTYPES[name], OPERATIONS[operation]
     nodes = list(parse_graph(f"{PAIR};=4").nodes)
     nodes += [Node("load", dtype, (4,), 0), Node("load", dtype, (4,), 1)]
@@ -65,13 +65,13 @@ def operation_nodes(operation: str, name: str) -> list[Node]:
 
 
 def checked(nodes: list[Node], captured: Sequence[Tensor], skip: Tensor | None = None) -> None:
-    """The last node's value is core's."""
+    """Compare the last node's value with core's."""
     result = nodes[-1].dtype
     last = len(nodes) - 1
     wanted = Case(None, captured=captured).evaluated(nodes, [last])[0].expand(M, N)
     keep = torch.ones(M, N, dtype=torch.bool) if skip is None else ~skip.view(M, N)
     if not result.is_floating_point:
-        # float32 can't tell wide integers apart: the comparison is made in the mod.
+        # float32 can't tell wide integers apart, so the mod compares them.
         nodes = [*nodes, Node("load", result, (4,), len(captured))]
         nodes.append(Node("eq", torch.bool, (last, last + 1)))
         case = Case(
@@ -81,7 +81,7 @@ def checked(nodes: list[Node], captured: Sequence[Tensor], skip: Tensor | None =
         assert equal[keep].eq(1).all(), (equal == 0).logical_and(keep).nonzero()[:5]
         return
     found = Case(ModGraph(tuple(nodes), last), captured=captured).run("score_mod", "score")
-    # Of the narrow types the last bit may fall either way.
+    # The last bit of the narrow types may be rounded either way.
     rtol = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(result, 6e-7)
     torch.testing.assert_close(
         found[keep], wanted.float()[keep], rtol=rtol, atol=2e-38, equal_nan=True
@@ -103,10 +103,10 @@ def test_an_operation_has_torch_s_meaning(operation: str, name: str) -> None:
     first, second = pairs(name)
     skip = None
     if operation == "pow" and not DTYPES[name].is_floating_point:
-        # A negative exponent of 0: torch has no answer.
+        # torch has no answer for a negative exponent of 0.
         skip = (first == 0) & (second < 0)
     if operation in ("floordiv", "mod", "fmod") and not DTYPES[name].is_floating_point:
-        # Division by 0 gives something; torch's of the least number by -1 traps or wraps.
+        # Division by 0 gives any number; torch's of the minimum by -1 traps or wraps.
         skip = (second == 0) | ((first == torch.iinfo(DTYPES[name]).min) & (second + 1 == 0))
         second = torch.where(skip, 1, second)
     checked(operation_nodes(operation, name), [first, second], skip)
@@ -122,7 +122,7 @@ def test_a_cast_has_torch_s_meaning(source: str, target: str) -> None:
     first, _ = pairs(source)
     first = first.repeat_interleave(len(values_of(source)))[: M * N]
     if DTYPES[source].is_floating_point and not DTYPES[target].is_floating_point:
-        # A number that the integer can't hold becomes anything.
+        # A number that doesn't fit the integer type becomes any number.
         bound = 1e9 if target in ("i32", "i64") else 1e4
         held = first.isfinite() & (first.double().abs() < bound)
         first = torch.where(held | (DTYPES[target] is torch.bool), first, 1)
@@ -150,7 +150,7 @@ def test_a_constant_is_as_its_type_holds_it(name: str, value: float) -> None:
         for operation in ("floordiv", "mod", "fmod", "shl", "shr", "pow", "mul")
         for number in (1, -1, 2, 3, -3, 7, 8, 64, -8, 100, 0)
         for name in ("i64", "i32", "i8", "u8")
-        # Division by 0 gives something, and a negative power isn't a constant's in torch.
+        # Division by 0 gives any number, and torch takes no constant negative powers.
         if number != 0 or operation not in ("floordiv", "mod", "fmod")
         if number >= 0 or (name != "u8" and operation != "pow")
     ],
@@ -161,7 +161,7 @@ def test_an_integer_operation_with_a_constant_has_torch_s_meaning(
     dtype = DTYPES[name]
     for first in (pairs(name)[0], None):
         nodes = list(parse_graph(f"{PAIR};=4").nodes)
-        # Of any value, and of indices, whose range is known.
+        # The operand is any value, or an index, whose range is known.
         place = 4 if first is None else 5
         nodes.append(Node("load", dtype, (4,), 0))
         if first is None:
@@ -216,7 +216,7 @@ def test_functions_are_right_to_a_few_units_in_the_last_place(
     dtype = DTYPES[name]
     half = M * N // 2
     even = torch.linspace(low, high, half, dtype=torch.float64)
-    # From tiny numbers up, where relative errors show.
+    # The values begin at tiny numbers, where relative errors show.
     small = torch.logspace(-12, 0, half, dtype=torch.float64) * min(
         abs(high), abs(low) or 1.0, 1.0
     )
@@ -230,7 +230,7 @@ def test_functions_are_right_to_a_few_units_in_the_last_place(
         found = Case(ModGraph(tuple(nodes), 6), captured=[x]).run("score_mod", "score").double()
         error, unit = (found - exact).abs() / exact.abs().clamp_min(1e-300), 2.0**-23
     else:
-        # The difference is taken in the mod.
+        # The mod computes the difference.
         nodes += [Node("load", dtype, (4,), 1), Node("sub", dtype, (6, 7))]
         nodes.append(Node("truediv", dtype, (8, 7)))
         case = Case(ModGraph(tuple(nodes), 9), captured=[x, exact.reshape(-1).contiguous()])

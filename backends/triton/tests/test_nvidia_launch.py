@@ -1,4 +1,4 @@
-"""A launch whose arguments were laid out before is Triton's own, byte for byte."""
+"""Launches with prepared arguments equal Triton's own, byte for byte."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def test_with_a_driver_that_notes_launches(tmp_path: Path) -> None:
-    """In a process of its own: the driver's library has one name."""
+    """The cases run in a process of their own, because the driver's library has one name."""
     assert COMPILER is not None
     headers = [f"-I{folder}" for folder in nvidia.include_dirs]
     subprocess.run(

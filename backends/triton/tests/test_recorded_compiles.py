@@ -1,4 +1,4 @@
-"""What is recorded of compiles has every entry of the table, and a worse kernel is noticed."""
+"""Records of compiles have every entry of the table, and a worse kernel is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anyflex_triton.configs import Target
 
 PAGE = TOOL.parent / "results" / "triton_compiles.md"
 VERSIONS = ("3.6.0", "3.9.0")
-"""Versions of Triton that the repository has records of."""
+"""Versions of Triton with records in the repository."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_every_entry_is_recorded_and_forward_spills_nothing(
         for one in names
     }
     for target in tool.RECORDED:
-        # What rows have that TMA doesn't load, whose head dim isn't recorded:
+        # Rows that TMA doesn't load use this config, and their head dim isn't recorded:
         # `test_every_entry_compiles_and_fits` compiles it.
         unrecorded = {"hopper bfloat16 64 forward 64x64 warps=4 stages=3"}
         assert entries(target) - found == (unrecorded if target == "hopper" else set())
@@ -61,7 +61,7 @@ def test_targets_that_nothing_is_recorded_of_are_those_without_a_compiler(tool: 
 
 
 def kernel(pattern: str, spilled: int = 0, dim: int = 64) -> dict[str, Any]:
-    """What a compile finds of one of the kernels for dK and dV."""
+    """Return the result of compiling one of the kernels for dK and dV."""
     loop = {"instructions": 440, "products": 12, "spills": spilled // 4}
     return {
         "target": "hopper", "dtype": "bfloat16", "dim": dim, "kernel": "keys",

@@ -1,4 +1,4 @@
-"""Records in kernels: which fields they take, and that constants in them stay constants."""
+"""Records in kernels: the fields that they take, and constants that stay constants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scaled:
 
 @triton.jit
 def doubled(scaled):
-    """`Scaled` anew: records can't be changed."""
+    """Construct another `Scaled`, because records can't be changed."""
     return Scaled(values=scaled.values * scaled.factor, factor=scaled.factor, COUNT=scaled.COUNT)
 
 

@@ -1,5 +1,5 @@
-"""Captured tensors' gradients under torch.use_deterministic_algorithms: the order in which
-programs run changes no bit, and the sums are right."""
+"""Deterministic gradients of captured tensors: under torch.use_deterministic_algorithms the order
+of programs changes no bit, and the sums are right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def backwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Inside of its context the interpreter runs programs from the last to the first."""
+    """Let the interpreter run programs from the last to the first inside its context."""
     builder = interpreter.interpreter_builder
     ordered = builder.set_grid_idx
     with monkeypatch.context() as patch:
@@ -54,7 +54,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def gradients(
     table: Tensor, factor: Tensor, scale_of_dout: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the query, a table that neighbouring distances share, and a number."""
+    """Return gradients of the query, of a table that neighbouring distances share, and of a
+    number."""
     query, key, value = (randn(2, 2, LENGTH, 16, seed=i).requires_grad_() for i in range(3))
     table, factor = table.clone().requires_grad_(), factor.clone().requires_grad_()
 
@@ -92,7 +93,7 @@ def test_order_changes_bits_only_where_they_may_change(
     again = gradients(table, factor)
     assert torch.equal(found[0], again[0])
     same = [torch.equal(one, other) for one, other in zip(found[1:], again[1:], strict=True)]
-    # One sum may come out the same by chance.
+    # One sum may be the same by chance.
     assert not all(same) if mode == "off" else all(same)
     for gradient, wanted in zip(found, oracle(table, factor), strict=True):
         error = (gradient.double() - wanted).abs().max() / wanted.abs().max()
@@ -113,7 +114,7 @@ def test_gradients_of_any_size_are_right(scale: float) -> None:
 
 @pytest.mark.parametrize("factor", [1e8, 1e15])
 def test_one_large_addition_leaves_the_others_their_digits(factor: float) -> None:
-    """One row of dout is as many times larger than the others."""
+    """One row of dout is larger than the others by this factor."""
     torch.use_deterministic_algorithms(True)
     query, key, value = (randn(1, 1, 64, 16, seed=i) for i in range(3))
     dout = randn(1, 1, 64, 16, seed=3)
@@ -134,7 +135,7 @@ def test_one_large_addition_leaves_the_others_their_digits(factor: float) -> Non
 
 
 def test_what_is_not_finite_reaches_its_own_elements_alone() -> None:
-    """Of a table's rows the one that holds infinity has a gradient that is NaN."""
+    """The row of a table that holds infinity has a gradient of NaN, and no other row has."""
     torch.use_deterministic_algorithms(True)
     query, key, value = (randn(1, 1, 40, 16, seed=i) for i in range(3))
     table = randn(40, seed=4)

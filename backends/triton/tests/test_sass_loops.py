@@ -1,4 +1,4 @@
-"""Loops are found in disassembled kernels, and spills are told apart by them."""
+"""Loops are found in disassembled kernels, and spills are attributed to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ sys.modules["sass_loops"] = sass_loops
 _spec.loader.exec_module(sass_loops)
 Loop = sass_loops.Loop
 
-# A loop over runs around one over steps, which waits behind the kernel's end; then a loop without
-# products, and spills around all of them.
+# The kernel has a loop over runs around one over steps, which waits behind the kernel's end; then
+# a loop without products, and spills around all of them.
 KERNEL = """
         /*0000*/                   STL [R1], R2 ;
         /*0010*/              @!P0 BRA `(.L_x_4) ;

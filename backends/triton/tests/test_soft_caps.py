@@ -1,4 +1,4 @@
-"""Soft caps whose numbers are folded into a tanh of fewer digits, against core's evaluation."""
+"""Soft caps whose numbers are folded into a coarse tanh, compared with core's evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DIVISORS = torch.tensor([20.0, 50.0, 0.5])
 EXTREMES = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-30])
 OFF = 5e-7
-"""What `tanh_capped` is off, times its factor."""
+"""Error of `tanh_capped` for a factor of 1."""
 
 
 class Capped(NamedTuple):
@@ -28,8 +28,8 @@ class Capped(NamedTuple):
 
     Args:
         mod: the score mod.
-        factors: what `cap_factors` are, as numbers.
-        steepest: the sum of the factors' sizes over their divisors'.
+        factors: expected `cap_factors`, as numbers.
+        steepest: sum of each factor's size over its divisor's.
     """
 
     mod: ScoreMod
@@ -101,7 +101,7 @@ def test_a_folded_soft_cap_and_its_slope_are_core_s(
             torch.testing.assert_close(found, wanted, atol=size, **near)
         (wanted,) = case.evaluated(slope.nodes, [slope.score])
         found = case.run("score_mod_backward", "backward", coarse=coarse)
-        # Of 1 - tanh^2 twice as much.
+        # The error of 1 - tanh^2 is twice as large.
         size = 2 * off * capped.steepest * case.grad.abs().max().item()
         torch.testing.assert_close(found, wanted.expand(M, N), atol=size, **near)
 

@@ -1,4 +1,4 @@
-"""Tiles of the user's that fit no core are refused by the options' names."""
+"""Tiles from user options that fit no multiprocessor are refused by the options' names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ampere(TritonBackend):
 
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Kernels that fit no core. Others compute nothing."""
+    """Return the set of kernels that fit no multiprocessor. The others compute nothing."""
     kernels: set[str] = set()
 
     def fit(program: Program, grid: int, device: torch.device, values: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ def too_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 def trained(**options: object) -> None:
-    """A call and its backward."""
+    """Make a call and its backward."""
     query = torch.zeros(1, 1, 200, 16, requires_grad=True)
     out = anyflex.flex_attention(
         query, query, query, backend="cuda.mine", kernel_options={"cuda.mine": options}

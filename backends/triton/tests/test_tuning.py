@@ -47,11 +47,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Tile = tuple[object, object]
 TABLES = (64, 32)
-"""What the table has for forward on the target below."""
+"""Table's tile of forward for the target below."""
 
 
 class Kept:
-    """Artifacts in memory: what a disk keeps."""
+    """Artifacts in memory instead of on disk."""
 
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
@@ -64,13 +64,13 @@ class Kept:
 
 
 class Machine:
-    """A clock that takes one tile for the fastest, and what it and calls have run.
+    """Clock for which one tile is the fastest, and a record of all launches.
 
     Attributes:
         fastest: BLOCK_M and BLOCK_N.
-        too_large: tiles that fit no core.
+        too_large: tiles that fit no multiprocessor.
         timed: tiles in the order of their timing.
-        run: tiles in the order of their launches, timed ones too.
+        run: tiles in the order of their launches, including timed ones.
         kept: artifacts by spec.
     """
 
@@ -105,7 +105,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Its launches compute nothing unless a test says so."""
+    """Launches compute nothing unless a test says so."""
     machine = Machine()
     original = Program.launch
 
@@ -148,7 +148,7 @@ def variant(length: int = 200) -> str:
 
 
 def tried(kernel: KernelName = "forward") -> int:
-    """How many configs there are for float32 of head dim 16."""
+    """Return the number of configs for float32 of head dim 16."""
     return 1 + len(around(kernel, config_for("ampere", kernel, Traits(16, 4))))
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_tuned_unless_it_is_asked_for(
         "anyflex: tuned cuda.mine forward of up to 1 heads, 256 rows and 256 keys on cpu: "
         "128x32, 8 warps, 2 stages: 1 ms (the table's 64x32, 8 warps, 2 stages: 3 ms)"
     )
-    # What was found is for those who ask.
+    # Calls without autotuning don't use the result.
     attention(backend="cuda.mine")
     assert machine.run[-1] == TABLES
 
@@ -262,7 +262,7 @@ def test_another_process_finds_it_for_the_same_device_only(
     attention()
     for device, times in (("cpu", 1), ("NVIDIA H200", 2), ("NVIDIA H200", 2), ("cpu", 2)):
         monkeypatch.setattr(tuning, "device_name", lambda _, name=device: name)
-        # No kernel of the processes before is left.
+        # The kernels of earlier processes are gone.
         with isolated():
             register("cuda.mine", machine.backend())
             attention()
@@ -322,7 +322,7 @@ def test_in_a_graph_capture_the_tables_config_runs_and_a_warning_says_so(
 ) -> None:
     capturing = True
     monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: capturing, raising=False)
-    # Compiled before: core refuses to compile in a capture.
+    # The program is compiled before, because core refuses to compile in a capture.
     assert variant() == "prefill 64x32, not tuned yet"
     with pytest.warns(PerformanceWarning, match="a graph is being captured; make such a call"):
         attention()
@@ -353,7 +353,8 @@ def test_for_want_of_memory_the_tables_config_runs_and_a_warning_says_so(
 
 
 def test_results_are_those_of_any_config(machine: Machine) -> None:
-    """Of the call that tunes and of the next one; gradients of captured tensors are added to."""
+    """The results are those of the call that tunes and of the next one; both add gradients of
+    captured tensors."""
     machine.computes = True
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
@@ -369,7 +370,8 @@ def test_results_are_those_of_any_config(machine: Machine) -> None:
     scores = query.double() @ key.double().mT / 4 + bias.double()
     right = scores.softmax(-1) @ value.double()
     expected = torch.autograd.grad(right, inputs, dout.double())
-    # What is left to be tuned: keys of a tile, three of forward and of keys, two of queries.
+    # These options leave tuning keys of a tile, three configs of forward and of keys, two of
+    # queries.
     held = options(
         block_m=64, num_warps=4, num_stages=1, dkv_block_m=64, dq_block_m=64,
         backward_num_warps=4, backward_num_stages=1,
@@ -389,7 +391,7 @@ def test_results_are_those_of_any_config(machine: Machine) -> None:
 def test_rows_values_are_there_before_backward_is_timed(
     machine: Machine, learned: int, kernel: KernelName
 ) -> None:
-    """With values of nowhere a kernel may take its slow way, for results that aren't finite."""
+    """With arbitrary row values a kernel may take the slow path for non-finite results."""
     tensors = [torch.zeros(1, 1, 200, 16) for _ in range(3)]
     tensors[learned].requires_grad_()
     out = anyflex.flex_attention(*tensors, **options())  # type: ignore[arg-type]
@@ -400,13 +402,13 @@ def test_rows_values_are_there_before_backward_is_timed(
     values: Tile = (32, None)
     assert machine.run[:2] == [values, machine.timed[0]]
     assert len(machine.timed) == tried(kernel)
-    # Then the call's own.
+    # The call's own launch follows.
     assert machine.run[1 + len(machine.timed)] == values and machine.run.count(values) == 2
 
 
 def test_keys_are_launched_before_queries_are_timed(machine: Machine) -> None:
-    """On some GPUs the launch of queries may begin before the one before it ends, and takes it
-    for that of keys, which waits for rows' values."""
+    """On some GPUs the launch of queries may begin before the one before it ends, which must be
+    that of keys, because that one waits for row values."""
     tensors = [torch.zeros(1, 1, 200, 16, requires_grad=True) for _ in range(3)]
     out = anyflex.flex_attention(*tensors, **options())  # type: ignore[arg-type]
     assert isinstance(out, Tensor)
@@ -415,7 +417,7 @@ def test_keys_are_launched_before_queries_are_timed(machine: Machine) -> None:
     torch.autograd.grad(out, tensors, torch.ones_like(out))
     keys, queries = tried("keys"), tried("queries")
     assert len(machine.timed) == keys + queries
-    # Rows' values, keys timed, then both again before queries are timed.
+    # Row values come first, then keys are timed, then both run again before queries are timed.
     values: Tile = (32, None)
     assert machine.run[0] == machine.run[1 + keys] == values
     assert machine.run[2 + keys] in machine.timed[:keys]
@@ -423,7 +425,7 @@ def test_keys_are_launched_before_queries_are_timed(machine: Machine) -> None:
 
 
 class Pretended:
-    """A program of a GPU that isn't there."""
+    """Program of a GPU that isn't there."""
 
     def __init__(self, together: threading.Barrier, error: Exception | None) -> None:
         self.together, self.error = together, error
@@ -458,7 +460,7 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
     configs += around("forward", configs[0])[:3]
     together = threading.Barrier(len(configs))
     programs = {c: Pretended(together, error if c is configs[1] else None) for c in configs}
-    # With fewer stages one is what another is already; the first has to be something.
+    # With fewer stages a config can equal another one; the first has to be compilable.
     for config in (configs[0], configs[3]):
         programs[config].gives_up_stages = True
     sums = torch.full((3,), 7.0)
@@ -480,7 +482,7 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
         return
     assert tuner.find("forward", call, configs, launch_with, ()) is configs[2]
     assert [program.launches for program in programs.values()] == [1, 0, 1, 0]
-    # What kernels add to is zeros again.
+    # The accumulators are zeros again.
     assert torch.equal(sums, torch.zeros(3))
     (record,) = kept.stored.values()
     failed = {
@@ -592,7 +594,7 @@ def test_it_is_kept_on_disk_until_it_is_cleared_or_damaged(tmp_path: Path) -> No
     assert int(number) > 2 and state == "decode splits=1, tuned\n"
     assert run(*call) == "0 decode splits=1, tuned\n"
     (file,) = cache.rglob("tuned-decode-1-1-1-cpu.json")
-    # Two lines of core's, then what a person can read.
+    # Two lines of core's precede a readable record.
     record = json.loads(file.read_text().split("\n", 2)[2])
     assert record["of"] == "decode of up to 1 heads, 1 rows and 1 keys on cpu"
     assert record["chosen"] == next(iter(record["milliseconds"]))

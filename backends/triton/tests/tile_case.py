@@ -31,7 +31,7 @@ def on_a_tile(
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, READ_ROWS: tl.constexpr,
     READ_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One of the functions, on scores [M, N] whose rows are queries, or keys if TRANSPOSED."""
+    """Run one of the functions on scores [M, N] whose rows are queries, or keys if TRANSPOSED."""
     places = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     score = tl.load(scores + places)
     grad = tl.load(grads + places)
@@ -44,7 +44,7 @@ def on_a_tile(
         kv_idx = first_k + tl.arange(0, N)[None, :]
     if ROWS:
         h = h + tl.arange(0, M)[:, None] % 2
-    # The side that a kernel's loop runs over comes as [N], after the other.
+    # The side that a kernel's loop steps over is [N], after the other one.
     if READ_COLUMNS is not None and TRANSPOSED:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
     if READ_ROWS is not None:
@@ -66,7 +66,7 @@ def on_a_tile(
 
 
 class Case:
-    """A spec, and a tile of values to run it on."""
+    """Spec with a tile of values to run it on."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        """The text of the functions."""
+        """Return the text of the functions."""
         return write_source(self.spec)
 
     def run(

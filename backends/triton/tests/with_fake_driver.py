@@ -47,7 +47,7 @@ FIXED = {
     "strides": (8, -(1 << 40)), "count": -4,
 }  # fmt: skip
 SIZES = [128, 4, 4, 8, 8, 8, 8, 8, 4, 128, 4, 4, 4, 8, 8, 8, 8, 8, 4, 4, 4, 4, 8, 4, 4, 4, 8, 8]
-"""Bytes of what the kernel takes."""
+"""Bytes of the kernel's parameters."""
 
 
 class Kernel(ctypes.Structure):
@@ -72,7 +72,7 @@ fake.last_launch.restype = ctypes.POINTER(Last)
 
 
 def last() -> tuple[Any, ...]:
-    """Grid, threads, shared memory, stream and parameters of the last launch."""
+    """Return grid, threads, shared memory, stream and parameters of the last launch."""
     found = fake.last_launch().contents
     return (
         found.grid, found.threads, found.shared, found.stream,
@@ -90,9 +90,9 @@ def kernel_of(sizes: list[int]) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's own utilities and launchers, whose driver is the fake one."""
+    """Give Triton's own utilities and launchers the fake driver."""
     flags = sys.getdlopenflags()
-    # What a test doesn't call isn't there.
+    # Lazy binding: functions that no test calls are missing.
     sys.setdlopenflags(os.RTLD_LAZY)
     active = SimpleNamespace(
         get_current_device=lambda: GPU.index,
@@ -129,7 +129,7 @@ def metadata_of(**more: Any) -> SimpleNamespace:
 
 
 class Utilities(nvidia.CudaUtils):  # type: ignore[misc]
-    """Triton's own, which load what "Triton" has compiled."""
+    """Triton's own utilities, which load the kernels that "Triton" has compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Utilities(nvidia.CudaUtils):  # type: ignore[misc]
 
 
 class Compiled:
-    """What `triton.compile` returns: its launcher is made when somebody asks for it."""
+    """Stand-in for the result of `triton.compile`: its launcher is made when it is read."""
 
     name, hash = "add", "hash"
     metadata_group: ClassVar[dict[str, str]] = {}
@@ -171,7 +171,7 @@ made_by_triton: list[object] = []
 
 
 class Launchers(nvidia.CudaLauncher):  # type: ignore[misc]
-    """Triton's own, counted."""
+    """Triton's own launchers, counted."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         made_by_triton.append(source)
@@ -179,7 +179,7 @@ class Launchers(nvidia.CudaLauncher):  # type: ignore[misc]
 
 
 def program_of(types: dict[str, Any], sizes: list[int], **metadata: Any) -> Program:
-    """A program that "Triton" compiles."""
+    """Return a program that "Triton" compiles."""
     function = SimpleNamespace(__name__="add", arg_names=[*types, "SIZE"])
     program = Program(function, types, {"SIZE": 8}, {}, Options(4, 1))
     compiled = Compiled(program, sizes, metadata_of(**metadata))
@@ -194,7 +194,7 @@ def compiled(sizes: list[int] = SIZES, **metadata: Any) -> Program:
 
 
 def launched_by_triton(launch_it: Callable[..., None], grid: int, values: dict[str, Any]) -> None:
-    """As a hook makes it."""
+    """Launch by Triton's launcher, as a hook makes it."""
     told: list[object] = []
     hook = told.append
     knobs.runtime.launch_enter_hook.add(hook)
@@ -206,7 +206,7 @@ def launched_by_triton(launch_it: Callable[..., None], grid: int, values: dict[s
 
 
 def given() -> tuple[FixedArguments, dict[str, Any]]:
-    """What stays, and what is a call's."""
+    """Return arguments that are fixed, and a call's values."""
     x = torch.zeros(4, 8, dtype=torch.bfloat16)
     tables = (torch.zeros(2), torch.zeros(2, dtype=torch.int8))
     return FixedArguments(FIXED, {"x_desc": "x", "y_desc": "y"}), {
@@ -217,7 +217,7 @@ def given() -> tuple[FixedArguments, dict[str, Any]]:
 
 
 def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
-    """The first, of any shape, and later ones, of which only what is a call's is written."""
+    """The first launch has any shape; later ones write only a call's own values."""
     program = compiled()
     fixed, _ = given()
     seen: list[tuple[Any, ...]] = []
@@ -264,7 +264,7 @@ def test_no_launcher_of_tritons_is_made_for_a_launch() -> None:
         program.launch(1, GPU, fixed.together(values))
     assert launches() == 6 and not made_by_triton
     assert programs_module.driver.active.launcher_cls is Launchers
-    # Whoever asks for it has it.
+    # Reading `run` makes Triton's launcher.
     assert program.compile(GPU.index).run.num_ctas == 1
     assert len(made_by_triton) == 1
 
@@ -325,7 +325,7 @@ def test_a_threads_first_launch_makes_its_context() -> None:
     fixed, values = given()
     fixed.launch(program, 1, GPU, values)
     for count in (2, 3):
-        # The second time somebody has taken it away.
+        # The second time its context was taken away.
         fake.set_context(0)
         fixed.launch(program, 1, GPU, values)
         assert launches() == count
@@ -475,7 +475,7 @@ def test_parameters_of_other_sizes_are_noticed(place: int) -> None:
 
 
 BOXES = (0, 0, 8, 10, 0, 4, (1,))
-"""Place of a descriptor, and of its sizes and strides, in so few bytes on top of each other."""
+"""Offset of a descriptor, and of its sizes and strides, on top of each other to save bytes."""
 BOX = Boxes(torch.zeros(4), [4], [1], [1])
 WRONG: list[tuple[Callable[[list[Any]], Any], type[Exception]]] = [
     (lambda a: a.__setitem__(4, b""), ValueError),
