@@ -1,4 +1,4 @@
-"""What a small cached call takes of the host's time by the launcher in C, and by Triton's own.
+"""Host time of a small cached call with the launcher in C and with Triton's own.
 
     python bench/launchers.py [--backend cuda] [--rounds 5] [--json FILE]
 

@@ -70,7 +70,7 @@ def spellings() -> str:
 
 
 def examples() -> str:
-    """What each example shows: the first sentence of its docstring."""
+    """Subject of each example: the first sentence of its docstring."""
     return _examples("`{name}`")
 
 

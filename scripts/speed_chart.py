@@ -36,7 +36,7 @@ MACHINE = re.compile(
     r"on (?P<device>NVIDIA H\d+)s? \((?P<torch>torch [\w.+]+), (?P<triton>triton [\w.]+), "
     r"[^)]*\), (?P<date>\d{4}-\d\d-\d\d), all rows at commit (?P<commit>\w+)"
 )
-"""What the page's first paragraph says of machine and date."""
+"""Machine and date in the page's first paragraph."""
 
 OURS, THEIRS, TEXT = "#3f7fd0", "#d98a2b", "#737b87"
 """Colours that can be read on white and on black: an image doesn't know the page's theme."""

@@ -1,4 +1,4 @@
-"""What import-linter can't see of the layers: modules that are named by strings."""
+"""Modules that are named by strings, which import-linter can't see."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_an_example_checks_its_result_against_plain_torch(example: Path) -> None
 
 
 def test_the_demo_starts_as_a_folder_and_as_a_module() -> None:
-    # What it does then, `tests/cli/test_demo_command.py` tests with a smaller model.
+    # `tests/cli/test_demo_command.py` tests what it does then, with a smaller model.
     for arguments in (["packed_training"], ["-m", "packed_training"]):
         done = run(*arguments, "--help")
         assert done.returncode == 0, done.stderr

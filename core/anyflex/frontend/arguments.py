@@ -255,7 +255,7 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
         fail("ArgumentError", f"scale must be finite, got {scale}.")
     if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
         fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
-    # What may be a symbol to Dynamo would get a guard; the op checks it, when it has a value.
+    # A value that may be a symbol to Dynamo would get a guard; the op checks it.
     if (
         dtype is not torch.float64
         and not torch.compiler.is_dynamo_compiling()

@@ -26,7 +26,7 @@ __all__ = ["AttentionGradients", "flex_attention_backward"]
 
 
 class AttentionGradients(NamedTuple):
-    """What `flex_attention_backward` returns.
+    """Gradients that `flex_attention_backward` returns.
 
     Args:
         query, key, value: gradients, shaped and typed like the tensors.

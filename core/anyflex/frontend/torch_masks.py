@@ -36,7 +36,7 @@ _CONVERTED: weakref.WeakKeyDictionary[Any, tuple[object, BlockMask]] = weakref.W
 
 
 def _facts(mask: Any) -> object:
-    """What tells that a mask is still what it was when it was converted."""
+    """Return a key that changes whenever a mask has to be converted again."""
     facts: list[object] = [getattr(mask, "mask_mod", None), getattr(mask, "seq_lengths", None)]
     for name in TENSOR_FIELDS:
         tensor = getattr(mask, name, None)

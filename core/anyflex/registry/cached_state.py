@@ -28,7 +28,7 @@ _forget: list[Callable[[], None]] = []
 
 
 class State:
-    """What is in force; a call reads the attributes.
+    """State in force, whose attributes each call reads.
 
     Attributes:
         generation: a number that changes whenever decisions have to be made again.

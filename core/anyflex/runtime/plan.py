@@ -191,7 +191,7 @@ def plan_for(inputs: Inputs) -> Plan:
     """
     call = inputs.call
     query, key, value = call.query, call.key, call.value
-    # What was seen of the numbers of these graph texts; both texts where they have none.
+    # History of the numbers of these graph texts; both texts where they have no numbers.
     history: object = inputs.score, inputs.mask
     bound: Bound = ()
     if call.ints or call.floats:

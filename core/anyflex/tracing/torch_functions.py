@@ -120,7 +120,7 @@ FACTS = (
     "numel()",
     "is_floating_point()",
 )
-"""What a symbol knows about itself, for the documentation."""
+"""Attributes of a symbol, for the documentation."""
 
 _NAMED: dict[str, Callable[..., Any]] = {
     **_COMPARISONS,
