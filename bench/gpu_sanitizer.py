@@ -10,7 +10,7 @@ doesn't end in its time.
 
 racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of three kinds are no
 errors, as long as it says the same of `racecheck_control.cu`, rings that are right, which is built
-by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads; or of what
+by --nvcc and run too: both accesses are of words that `smem_mailbox.py` says or reads; or of what
 Triton hands to the warps of `gl.warp_specialize`, which it puts at that call, at the kernel's name
 or at a condition around the call; or of what one consumer of `hopper_wide_backward.py` places for
 the other, `factors`, by named barriers, of which the control has a ring of its own. They are
@@ -125,7 +125,7 @@ def controls(output: str) -> set[str]:
 def _is_word(place: _Place) -> bool:
     name, line = place
     # Where a compiler has merged two reads, only the call that they were made for is known.
-    return name == "spoken_words.py" or any(
+    return name == "smem_mailbox.py" or any(
         _calls(node, "said", "said_of_step") and line in _lines(node) for node in _nodes(name)
     )
 

@@ -371,13 +371,14 @@ def race(first: str, second: str) -> str:
 
 def test_races_of_words_and_of_what_warps_are_handed_are_no_faults() -> None:
     sanitizer = program("gpu_sanitizer")
-    words = race("/x/anyflex_cuda/spoken_words.py:24", "/x/anyflex_cuda/spoken_words.py:31")
+    words = race("/x/anyflex_cuda/smem_mailbox.py:24", "/x/anyflex_cuda/smem_mailbox.py:31")
     assert sanitizer.hazard_faults(words) == []
     assert sanitizer.excused(words) == [
-        "racecheck: a race between spoken_words.py:24 and spoken_words.py:31"
+        "racecheck: a race between smem_mailbox.py:24 and smem_mailbox.py:31"
     ]
-    assert sanitizer.hazard_faults(words + race("/x/spoken_words.py:24", "/x/row_sums.py:3")) == [
-        "racecheck: a race between row_sums.py:3 and spoken_words.py:24"
+    other = race("/x/smem_mailbox.py:24", "/x/write_softmax_stats.py:3")
+    assert sanitizer.hazard_faults(words + other) == [
+        "racecheck: a race between smem_mailbox.py:24 and write_softmax_stats.py:3"
     ]
     assert sanitizer.hazard_faults("========= RACECHECK SUMMARY: 0 hazards") is None
     assert sanitizer.hazard_faults(words + race("forward_kernel", "forward_kernel")) is None
@@ -401,7 +402,7 @@ def test_what_warps_are_handed_is_known_by_its_lines() -> None:
         assert sanitizer.hazard_faults(race(handed, f"{source}:{line_handed}")) == []
     # Compilers may have lost the line of the word itself where a consumer reads it.
     asked = [i for i, text in enumerate(lines, 1) if "= said_of_step(" in text]
-    spoken = source.with_name("spoken_words.py")
+    spoken = source.with_name("smem_mailbox.py")
     assert all(
         sanitizer.hazard_faults(race(f"{spoken}:18", f"{source}:{line}")) == [] for line in asked
     )
@@ -423,7 +424,7 @@ def test_what_one_consumer_places_for_the_other_has_a_control_of_its_own() -> No
     report = race(f"{source}:{placed}", f"{source}:{taken}")
     assert sanitizer.hazard_faults(report) == []
     assert sanitizer.controls(report) == {"arrive"}
-    words = race("/x/anyflex_cuda/spoken_words.py:24", "/x/anyflex_cuda/spoken_words.py:31")
+    words = race("/x/anyflex_cuda/smem_mailbox.py:24", "/x/anyflex_cuda/smem_mailbox.py:31")
     assert sanitizer.controls(report + words) == {"arrive", ""}
     assert sanitizer.hazard_faults(race(f"{source}:{placed}", f"{source}:{placed - 8}")) != []
 

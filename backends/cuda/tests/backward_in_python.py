@@ -27,15 +27,15 @@ from anyflex_cuda import (
     hopper_backward,
     hopper_wide_backward,
     kernel,
-    largest,
-    memory_views,
     named_barriers,
-    spoken_words,
-    step_weights,
-    tile_parts,
+    nan_max,
+    recompute_p,
+    reinterpret_memory,
+    smem_mailbox,
+    split_tiles,
 )
 from anyflex_cuda.backend import CudaBackend
-from anyflex_cuda.gluon_program import GluonProgram
+from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import tiles
 from anyflex_triton.building import Program
 
@@ -210,7 +210,15 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     if given.get("CAPTURED_GRADIENTS") is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = [tiles, largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts]
+    more = [
+        tiles,
+        nan_max,
+        reinterpret_memory,
+        named_barriers,
+        smem_mailbox,
+        recompute_p,
+        split_tiles,
+    ]
     module, name = hopper_backward, program.function.__name__
     if name != "backward_kernel":
         module, more = hopper_wide_backward, [*more, hopper_backward]

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex_cuda.blackwell_call import program_for, tiles_for
-from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_triton.building import Mods, write_source
 
 BLACKWELL = GPUTarget("cuda", 100, 32)

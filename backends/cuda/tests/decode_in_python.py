@@ -25,18 +25,18 @@ import anyflex
 from anyflex.plugin import isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import (
+    apply_mods,
     decode_call,
     decode_parts,
     decode_steps,
     forward_call,
     hopper_decode,
-    row_sums,
-    spoken_words,
-    step_scores,
-    strange_values,
-    tile_parts,
+    nonfinite_rows,
+    smem_mailbox,
+    split_tiles,
+    write_softmax_stats,
 )
-from anyflex_cuda.gluon_program import GluonProgram
+from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import forward, tiles
 from anyflex_triton.building import Program
 
@@ -45,8 +45,8 @@ from interpreting import hasten
 
 LOWEST = torch.finfo(torch.float32).min
 CALLED = (
-    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, tile_parts,
-       row_sums, decode_parts,
+    tiles, forward, decode_steps, nonfinite_rows, smem_mailbox, apply_mods, split_tiles,
+       write_softmax_stats, decode_parts,
 )  # fmt: skip
 
 

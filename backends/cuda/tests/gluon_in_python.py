@@ -27,7 +27,7 @@ from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 import anyflex_triton.kernel_records
-from anyflex_cuda import dead_pairs, kernel_records
+from anyflex_cuda import kernel_records, mask_select_ptx
 from anyflex_triton import operations
 from anyflex_triton.records import record
 
@@ -678,7 +678,7 @@ def mod_in_python(function: Any, held: bool = False) -> Callable[..., Any]:
         "tl": language,
         "ops": SimpleNamespace(**ops),
         "mod_operations": SimpleNamespace(**ours_of_gluon),
-        "dead_pairs": SimpleNamespace(**_in_python(vars(dead_pairs), {"gl": language})),
+        "mask_select_ptx": SimpleNamespace(**_in_python(vars(mask_select_ptx), {"gl": language})),
     }
     found: Callable[..., Any] = _in_python(function.fn.__globals__, names)[function.fn.__name__]
     return found

@@ -18,16 +18,16 @@ from recording import OnBlackwell, check_half_outputs, recording
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex_cuda import (
+    apply_mods,
     blackwell_forward,
     forward_call,
-    largest,
-    memory_views,
-    row_sums,
-    spoken_words,
-    step_scores,
-    strange_values,
+    nan_max,
+    nonfinite_rows,
+    reinterpret_memory,
+    smem_mailbox,
+    write_softmax_stats,
 )
-from anyflex_cuda.blackwell_choice import VARIABLE
+from anyflex_cuda.blackwell_opt_in import VARIABLE
 from anyflex_triton import forward, tiles
 from anyflex_triton.building import Program
 
@@ -80,8 +80,8 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
         }
         given |= in_numpy(values)
         modules = (
-            tiles, forward, largest, memory_views, spoken_words, step_scores, strange_values,
-            row_sums,
+            tiles, forward, nan_max, reinterpret_memory, smem_mailbox, apply_mods, nonfinite_rows,
+            write_softmax_stats,
         )  # fmt: skip
         run_kernel(blackwell_forward, "forward_kernel", grid, given, seed=0, more=modules)
         ran.append(program.function.__name__)

@@ -14,12 +14,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 from gluon_in_python import Box, Pointer, Stuck, mask_scores_of, run_kernel, runs_of
 
 from anyflex_cuda import (
+    apply_mods,
     blackwell_forward,
-    largest,
-    memory_views,
-    row_sums,
-    spoken_words,
-    step_scores,
+    nan_max,
+    reinterpret_memory,
+    smem_mailbox,
+    write_softmax_stats,
 )
 from anyflex_triton import forward, tiles
 
@@ -185,7 +185,10 @@ class Case:
             },
             self.seed,
             changed,
-            (tiles, forward, largest, memory_views, spoken_words, step_scores, row_sums),
+            (
+                tiles, forward, nan_max, reinterpret_memory, smem_mailbox, apply_mods,
+                write_softmax_stats,
+            ),
             {"write_nonfinite_rows": write_nonfinite_rows},
         )  # fmt: skip
         wanted = weights @ np.nan_to_num(ve)

@@ -21,22 +21,23 @@ from recording import OnHopper, check_half_outputs, recording
 import anyflex
 from anyflex.plugin import PluginError, isolated, register
 from anyflex_cuda import (
+    apply_mods,
     forward_call,
     hopper_forward,
     kernel,
-    rescaling,
-    row_sums,
-    spoken_words,
-    step_scores,
-    strange_values,
-    tile_parts,
+    nonfinite_rows,
+    skip_unit_rescale,
+    smem_mailbox,
+    split_tiles,
+    write_softmax_stats,
 )
 from anyflex_cuda.tile_order import TileOrder
 from anyflex_triton import forward, tiles
 from anyflex_triton.building import Program
 
 CALLED = (
-    tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums, tile_parts,
+    tiles, forward, smem_mailbox, apply_mods, nonfinite_rows, skip_unit_rescale,
+    write_softmax_stats, split_tiles,
 )  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_SCORES",

@@ -14,20 +14,20 @@ pytest.importorskip("triton", reason="triton is not installed")
 from gluon_in_python import Box, Pointer, Stuck, run_kernel
 
 from anyflex_cuda import (
+    apply_mods,
     decode_parts,
     decode_steps,
     hopper_decode,
-    row_sums,
-    spoken_words,
-    step_scores,
-    strange_values,
-    tile_parts,
+    nonfinite_rows,
+    smem_mailbox,
+    split_tiles,
+    write_softmax_stats,
 )
 from anyflex_triton import forward, tiles
 
 CALLED = (
-    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, tile_parts,
-    row_sums, decode_parts,
+    tiles, forward, decode_steps, nonfinite_rows, smem_mailbox, apply_mods, split_tiles,
+    write_softmax_stats, decode_parts,
 )  # fmt: skip
 FULL = 1
 MARK = 77 << 16

@@ -18,17 +18,17 @@ from gluon_in_python import Box, Pointer, Stuck, run_kernel
 from anyflex_cuda import (
     hopper_backward,
     hopper_wide_backward,
-    largest,
-    memory_views,
     named_barriers,
-    spoken_words,
-    step_weights,
-    tile_parts,
+    nan_max,
+    recompute_p,
+    reinterpret_memory,
+    smem_mailbox,
+    split_tiles,
 )
 from anyflex_triton import tiles
 
 MORE = (
-    tiles, largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts,
+    tiles, nan_max, reinterpret_memory, named_barriers, smem_mailbox, recompute_p, split_tiles,
     hopper_backward,
 )  # fmt: skip
 Widths = tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
-from anyflex_cuda.blackwell_choice import VARIABLE, blackwell_refused, unread_value
+from anyflex_cuda.blackwell_opt_in import VARIABLE, blackwell_refused, unread_value
 from anyflex_triton import TritonBackend, checksum_of, untried_triton
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class CudaBackend(TritonBackend):
         if not options.get("hopper", True):
             reason = "its option hopper is False"
         if reason is not None:
-            from anyflex_cuda.portable_kernel import PortableKernel
+            from anyflex_cuda.fallback_kernel import PortableKernel
 
             return PortableKernel(spec, source, target, options, tuner, files, whose, reason)
         if target == "blackwell":

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
-from anyflex_cuda.gluon_program import (
+from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_launch import (
     descriptor,
     descriptor_type,
     is_aligned,
     row_descriptor,
     row_descriptor_type,
 )
-from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_function, wide_launches
 from anyflex_triton.building import (
     BYTES,

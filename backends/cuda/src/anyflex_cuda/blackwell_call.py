@@ -7,7 +7,7 @@ from typing import NamedTuple
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import blackwell_forward
 from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed
-from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_triton.building import Mods, Options, Program
 
 __all__ = [

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from anyflex_cuda.apply_mods import scores_of_step
 from anyflex_cuda.kernel_records import (
     KeyRing,
     LoadDescriptors,
@@ -40,12 +41,11 @@ from anyflex_cuda.kernel_records import (
     StepMods,
     TileSchedule,
 )
-from anyflex_cuda.largest import larger
-from anyflex_cuda.memory_views import reinterpret
-from anyflex_cuda.row_sums import write_row_sums
-from anyflex_cuda.spoken_words import WORDS, said, say
-from anyflex_cuda.step_scores import scores_of_step
-from anyflex_cuda.strange_values import write_nonfinite_rows
+from anyflex_cuda.nan_max import larger
+from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
+from anyflex_cuda.reinterpret_memory import reinterpret
+from anyflex_cuda.smem_mailbox import WORDS, said, say
+from anyflex_cuda.write_softmax_stats import write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
     FULL,

@@ -14,9 +14,9 @@ from anyflex_cuda.blackwell_call import (
     refused_spec,
     tiles_for,
 )
+from anyflex_cuda.fallback_options import FORWARD_OPTIONS, refused_options
 from anyflex_cuda.forward_call import Fit, fit_of, refusal
-from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_cuda.portable_options import FORWARD_OPTIONS, refused_options
+from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_triton.building import CompiledFiles, Target, TritonKernel, Tuner
 
 __all__ = ["BlackwellKernel"]

@@ -14,8 +14,8 @@ import torch
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
-from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
-from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes
 from anyflex_triton.building import (
     BYTES,
     FixedArguments,

@@ -12,7 +12,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anyflex_cuda.row_sums import write_row_sums
+from anyflex_cuda.write_softmax_stats import write_row_sums
 from anyflex_triton.device_functions import LOG2E, record
 
 __all__ = [

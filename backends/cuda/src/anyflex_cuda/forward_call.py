@@ -13,8 +13,8 @@ import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
-from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
-from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.tile_order import tile_order
 from anyflex_triton.building import (
     FixedArguments,

@@ -3,7 +3,7 @@
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
 language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
 `anyflex_triton` serves here too, with six names of its text bound to `mod_operations`, and
-two to `dead_pairs`.
+two to `mask_select_ptx`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from anyflex_triton.building import IMPORTED_OPERATIONS
 
 __all__ = ["gluon_source"]
 
-_IMPORTED = f"{IMPORTED_OPERATIONS}from anyflex_cuda import dead_pairs, mod_operations\n"
+_IMPORTED = f"{IMPORTED_OPERATIONS}from anyflex_cuda import mask_select_ptx, mod_operations\n"
 _REBOUND = {
     "tl.full(": "mod_operations.full(",
     "ops.spread(": "mod_operations.spread(",
@@ -20,8 +20,8 @@ _REBOUND = {
     "ops.along(": "mod_operations.along(",
     "ops.accumulate(": "mod_operations.accumulate(",
     "ops.tanh_capped(": "mod_operations.tanh_capped(",
-    "ops.choose(": "dead_pairs.choose(",
-    "ops.choose_by(": "dead_pairs.choose_by(",
+    "ops.choose(": "mask_select_ptx.choose(",
+    "ops.choose_by(": "mask_select_ptx.choose_by(",
 }
 
 

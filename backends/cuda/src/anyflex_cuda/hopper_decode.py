@@ -44,9 +44,9 @@ from anyflex_cuda.decode_steps import (
     sums_place,
     total_steps,
 )
-from anyflex_cuda.spoken_words import said, say
-from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_nonfinite
-from anyflex_cuda.tile_parts import ROWS
+from anyflex_cuda.nonfinite_rows import KEYS, PART, load_part, place_of, seen_nonfinite
+from anyflex_cuda.smem_mailbox import said, say
+from anyflex_cuda.split_tiles import ROWS
 from anyflex_triton.device_functions import (
     Mods,
     RowResults,
@@ -318,7 +318,7 @@ def load_queries(
 
 @gluon.jit
 def write_nonfinite_part(row_max, call, part, place):
-    """The sums of a part of a unit whose values aren't all finite, anew: see strange_values.py.
+    """The sums of a part of a unit whose values aren't all finite, anew: see nonfinite_rows.py.
 
     Args:
         row_max: [ROWS] float32, of each row the largest score.

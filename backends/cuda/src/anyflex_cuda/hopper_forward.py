@@ -7,7 +7,7 @@ step's keys beside the keys. Each consumer keeps 64 rows of the tile in register
 step's scores runs while the weights of the step before meet their values (FlashAttention-3: Shah
 et al., 2024), and the softmax of one consumer while the other's products run.
 
-Descriptors, buffers and sums are tuples of parts: see `tile_parts`.
+Descriptors, buffers and sums are tuples of parts: see `split_tiles`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.apply_mods import scores_of_step
 from anyflex_cuda.kernel_records import (
     KeyRing,
     LoadDescriptors,
@@ -32,12 +33,10 @@ from anyflex_cuda.kernel_records import (
     StepMods,
     TileSchedule,
 )
-from anyflex_cuda.rescaling import rescaled
-from anyflex_cuda.row_sums import write_row_sums
-from anyflex_cuda.spoken_words import WORDS, said, say
-from anyflex_cuda.step_scores import scores_of_step
-from anyflex_cuda.strange_values import write_nonfinite_rows
-from anyflex_cuda.tile_parts import (
+from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
+from anyflex_cuda.skip_unit_rescale import rescaled
+from anyflex_cuda.smem_mailbox import WORDS, said, say
+from anyflex_cuda.split_tiles import (
     ROWS,
     awaited,
     buffers,
@@ -49,6 +48,7 @@ from anyflex_cuda.tile_parts import (
     store_parts,
     zeros_of,
 )
+from anyflex_cuda.write_softmax_stats import write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
     FULL,

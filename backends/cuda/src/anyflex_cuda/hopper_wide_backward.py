@@ -39,9 +39,9 @@ from anyflex_cuda.hopper_backward import (
 )
 from anyflex_cuda.kernel_records import MaskRuns
 from anyflex_cuda.named_barriers import named_barrier
-from anyflex_cuda.spoken_words import said, say
-from anyflex_cuda.step_weights import weights_of
-from anyflex_cuda.tile_parts import (
+from anyflex_cuda.recompute_p import weights_of
+from anyflex_cuda.smem_mailbox import said, say
+from anyflex_cuda.split_tiles import (
     awaited,
     buffers,
     descriptors,

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from anyflex.plugin import Call, Grads, Spec
 from anyflex_cuda.forward_call import parts_of
-from anyflex_cuda.gluon_program import (
+from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_launch import (
     descriptor,
     descriptor_type,
     row_descriptor,
     row_descriptor_type,
 )
-from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.building import (
     Launch,
     MaskRows,

@@ -1,7 +1,8 @@
 """Mask mods as conditions: comparisons of numbers, and the logic that joins them.
 
 Compilers that choose between a score and -inf by two conditions emit two selects. A language that
-receives the comparisons instead of their result can emit one: see `dead_pairs` of anyflex_cuda.
+receives the comparisons instead of their result can emit one: see `mask_select_ptx` of
+anyflex_cuda.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from anyflex.plugin import Call, Spec
+from anyflex_cuda.gluon_launch import GluonProgram, is_aligned
 from anyflex_cuda.gluon_mods import gluon_source
-from anyflex_cuda.gluon_program import GluonProgram, is_aligned
 from anyflex_triton.building import CompiledFiles, Programs, mask_scores_source
 
 __all__ = ["GluonPrograms"]

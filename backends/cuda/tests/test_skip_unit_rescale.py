@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from anyflex_cuda import rescaling
+from anyflex_cuda import skip_unit_rescale
 
 LANES, COUNT = 32, 8
 ONE = "0f3F800000"
@@ -75,6 +75,6 @@ def test_sums_are_rescaled_if_any_row_of_the_warp_has_grown(
     for lane, row in enumerate(rows, start=17):
         # Of one thread alone.
         factors[list(row), lane] = factor
-    constraints = rescaling.operands.fn(COUNT).split(",")
-    found = run_warp(rescaling.instructions.fn(COUNT), constraints, [*sums, *factors])
+    constraints = skip_unit_rescale.operands.fn(COUNT).split(",")
+    found = run_warp(skip_unit_rescale.instructions.fn(COUNT), constraints, [*sums, *factors])
     assert found.tobytes() == (sums * factors).tobytes()
