@@ -1,4 +1,4 @@
-"""What the mods make of a step's scores, in any layout."""
+"""Score mod and mask mod applied to a step's scores, in any layout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["scores_of_step"]
 
 @gluon.jit
 def one_sum(x):
-    """x, of which compilers don't know what it is made of: of a sum they would add the parts to
-    each column one by one."""
+    """Return x, and hide from compilers that it is a sum: they would add its terms to each column
+    one by one."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -25,14 +25,14 @@ def scores_of_step(
     raw, first, end, full, masked, inputs, kv_length, mods, MASKED: gl.constexpr,
     EVEN: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
-    """Scores of a step whose products are `raw`, [rows, BLOCK_N] of LAYOUT; -inf at dead pairs.
-    They are in `unit_of_scores`.
+    """Return the scores of a step whose products are `raw`, [rows, BLOCK_N] in LAYOUT, with -inf
+    at dead pairs. Their unit is `unit_of_scores`.
 
     Args:
-        first, end: of its keys; `full`: the mask mod holds for all pairs; None: it is asked
-            everywhere. Used where needed.
+        first, end: range of the step's keys. full: whether the mask mod holds for all pairs, or
+            None, where it is always evaluated. Used where needed.
         inputs: `ModInputs`; q_idx is [rows, 1]. mods: `StepMods`.
-        masked: whether some pair may be dead, where MASKED.
+        masked: where MASKED, whether some pair may be dead.
     """
     scores = raw
     if MASKED or mods.SCORE_MOD is not None:

@@ -1,4 +1,4 @@
-"""The entry point: Hopper's kernels, and the portable ones for the rest."""
+"""Entry point of the backend: Hopper's kernels, and the portable ones for the rest."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["CudaBackend"]
 
 
 class CudaBackend(TritonBackend):
-    """Takes what `cuda.triton` takes, on NVIDIA's GPUs."""
+    """Backend for NVIDIA's GPUs, which takes what `cuda.triton` takes."""
 
-    # Nobody else is the default of this device type.
+    # No other backend is the default of this device type.
     priority = 0
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,
@@ -44,14 +44,14 @@ class CudaBackend(TritonBackend):
         return super().probe()
 
     def notes(self) -> list[str]:
-        """Return what doctor says beside the state: which Tritons were tried, and what Hopper's
-        and Blackwell's kernels aren't taken for."""
+        """Return doctor's notes: which versions of Triton were tried, and why Hopper's and
+        Blackwell's kernels aren't taken."""
         lines = super().notes() + [line for line in (unread_value(),) if line is not None]
         try:
-            # Damaged metadata names none.
+            # Damaged metadata has no version.
             reason = untried_triton(importlib.metadata.version("triton") or "of no version")
         except importlib.metadata.PackageNotFoundError:
-            # `probe` says so.
+            # `probe` reports a missing Triton.
             return lines
         if reason is not None:
             lines.append(f"Hopper's and Blackwell's kernels aren't taken: {reason}")
@@ -65,15 +65,15 @@ class CudaBackend(TritonBackend):
         return lines
 
     def fingerprint(self) -> str:
-        """The portable kernels' and this package's sources."""
+        """Return checksums of the portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
 
     def kernel(
         self, spec: Spec, source: str, target: Target, tuner: Tuner | None, files: CompiledFiles
     ) -> Kernel:
-        """Hopper's kernels and the portable ones on a Hopper, on a Blackwell its forward where the
-        user asks for it, the portable ones elsewhere. Gluon is imported where its kernels may be
-        taken alone, and from a Triton that was tried."""
+        """Return Hopper's kernels with the portable ones on a Hopper, Blackwell's forward with
+        them on a Blackwell where the user opts in, else the portable ones. Gluon is imported only
+        where its kernels may be taken, from a version of Triton that was tried."""
         import triton
 
         if target not in ("hopper", "blackwell"):

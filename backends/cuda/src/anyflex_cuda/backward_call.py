@@ -1,9 +1,9 @@
-"""Launches of Hopper's backward: rows' values, dK with dV and sums of dQ, the rest.
+"""Launches of Hopper's backward: row values, dK with dV and sums of dQ, conversion and repairs.
 
-dQ and captured tensors' gradients are added up in float32 by whichever program comes first, so
-that they may differ from run to run in their last bits. Where sums must repeat the portable pass
-over query rows makes them instead: one program a tile, in one order. Above head dim 128 a kernel
-of its own makes dQ (`wide_backward_call`), and always so.
+dQ and captured tensors' gradients are added up in float32 by atomic additions in no fixed order,
+so that their last bits may differ from run to run. Where sums must repeat, the portable pass over
+query rows makes them instead: one program per tile, in a fixed order. Above head dim 128 a
+separate kernel makes dQ (`wide_backward_call`), whose sums always repeat.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ __all__ = [
 _KEYS = hopper_backward.KEYS
 _ROWS_PADDED = 128
 _SUMMED_ROWS = 64
-"""Query rows whose sums of dQ lie together, and are looked at together."""
+"""Number of query rows whose sums of dQ are contiguous, and are checked together."""
 _REPAIRED_KEYS = 32
 _LOOKED_AT = 128
-"""Tiles that a program looks at to find the non-finite ones."""
+"""Number of tiles that a program checks for non-finite values."""
 _WIDTHS = (64, 128)
 DYNAMIC = True
-"""A program takes the next tile that no other has; else every n-th of n programs."""
+"""Whether programs take the next free tile; else each takes every n-th tile of n programs."""
 
 
 def refused_backward(spec: Spec) -> str | None:
-    """Why no call of this spec takes Hopper's backward, in words for `explain`, or None: those
-    do whose tensors `forward_call.refusal` doesn't refuse."""
+    """Return why no call of this spec takes Hopper's backward, in words for `explain`. None: calls
+    take it unless `forward_call.refusal` refuses their tensors."""
     if spec.dtype.itemsize != 2:
         return "float32"
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
@@ -97,22 +97,23 @@ def refused_backward(spec: Spec) -> str | None:
 
 
 def makes_dq(spec: Spec) -> bool:
-    """Whether the kernel adds up dQ itself, and gradients of captured tensors beside it: nothing
-    asks for sums that repeat, and `_adds_captured`. Above head dim 128, where a kernel of its own
-    makes dQ and sums always repeat: whether no captured tensor learns."""
+    """Return whether Hopper's kernel makes dQ, and gradients of captured tensors with it: where
+    sums needn't repeat, and `_adds_captured`. Above head dim 128, where a separate kernel makes dQ
+    and sums always repeat, that is where no captured tensor learns."""
     if is_wide(spec):
         return "q" in spec.gradients and not any(facts.needs_grad for facts in spec.captured)
     return "q" in spec.gradients and spec.determinism == "off" and _adds_captured(spec)
 
 
 def _adds_captured(spec: Spec) -> bool:
-    """Whether captured tensors' gradients are faster beside dQ than in the portable pass over
-    query rows, which computes all scores again.
+    """Return whether captured tensors' gradients are faster beside dQ than in the portable pass
+    over query rows, which computes all scores again.
 
-    Of elements that the key or only the head decides, 0.69 to 0.87 of backward's time on an H100;
-    with head dim 128 1.17 if the score itself is a factor, for no register is left to keep it. Of
-    those that the row decides, whose sums go through all warps, 1.3 to 2.1. Of those that query
-    and key both decide, an address a pair, 1.4 (an H200) and 2.2. (`bench/learning_tables.py`)
+    Measured as a fraction of backward's time with the portable pass, on an H100
+    (`bench/learning_tables.py`). Elements that the key or only the head decides: 0.69 to 0.87, but
+    1.17 with head dim 128 if the score itself is a factor, because no register is left to keep it.
+    Elements that the row decides, whose sums go through all warps: 1.3 to 2.1. Elements that query
+    and key both decide, one address per pair: 2.2, and 1.4 on an H200.
     """
     of_128 = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     return not any(
@@ -122,11 +123,11 @@ def _adds_captured(spec: Spec) -> bool:
 
 
 def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
-    """Return what the portable pass over query rows makes of a backward that is otherwise
-    Hopper's: ``dq``, ``captured``, both or nothing.
+    """Return the gradients that the portable pass over query rows makes in a backward that is
+    otherwise Hopper's: ``dq``, ``captured``, both or none.
 
     Args:
-        want_dq: of `makes_dq`.
+        want_dq: result of `makes_dq`.
     """
     if want_dq:
         return ()
@@ -138,38 +139,41 @@ def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
 
 
 _HANDED_OVER, _HANDED_OVER_WIDE = 512, 2688
-"""`_handed_over` beside steps of 128 query rows, and beside tiles of 256 columns."""
+"""Maximum `_handed_over`, in bytes, with steps of 128 query rows, and with tiles of 256
+columns."""
 _DESCRIBED = ("query", "key", "value", "dout", "dq", "dk", "dv")
-"""Tensors with descriptors: two each where tiles have two parts."""
+"""Tensors with descriptors; each has two where tiles have two parts."""
 
 
 def _handed_over(spec: Spec) -> int:
-    """Bytes that a kernel hands to its partitions of captured tensors, at most: a pointer and,
-    of each dimension, length and stride."""
+    """Return the maximum number of bytes that a kernel passes to its partitions for captured
+    tensors: a pointer, and length and stride of each dimension."""
     return sum(8 + 16 * facts.rank for facts in spec.captured)
 
 
 def _rows_of_step(spec: Spec) -> int:
-    """BLOCK_M: what registers hold, and a multiple of it is the mask's block."""
+    """Return BLOCK_M: the most query rows that registers hold, and a divisor of the mask's
+    block."""
     of_128 = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
-    # With a score mod 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
+    # With a score mod 128 rows spill: 2.7 kB with ALiBi, 0.5 kB with a soft cap.
     if of_128 or spec.score_graph is not None:
         return 64
-    # What a kernel hands to its partitions is in shared memory, of which 128 rows leave 540 bytes.
+    # Arguments of partitions are passed through shared memory, and 128 rows leave 540 bytes of it.
     if _handed_over(spec) > _HANDED_OVER:
         return 64
     return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
 
 
 class Work(NamedTuple):
-    """The workspace.
+    """Workspace of Hopper's backward.
 
     Args:
         row_values: float32 [4, B, Hq, L padded].
         odd_keys: int32 [Bkv * Hkv, `_key_tiles`].
-        counter: int32 [1]; above head dim 128 nothing takes tiles by it.
-        dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where dQ isn't added up there.
-        odd_rows: int32 [B * Hq, L padded / 64], or None where no kernel of Hopper's makes dQ.
+        counter: int32 [1]: number of tiles taken; unused above head dim 128.
+        dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where dQ isn't accumulated in
+            memory.
+        odd_rows: int32 [B * Hq, L padded / 64], or None where the portable pass makes dQ.
     """
 
     row_values: Tensor
@@ -180,17 +184,17 @@ class Work(NamedTuple):
 
 
 def _key_tiles(spec: Spec, keys: int) -> int:
-    """Return the number of tiles of 64 keys, each of which is looked at as one."""
+    """Return the number of tiles of 64 keys that are checked for non-finite values."""
     return -(-keys // 64) if is_wide(spec) else -(-keys // _KEYS) * 2
 
 
 def backward_workspace(
     spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...]
 ) -> tuple[TensorSpec, ...]:
-    """Return what `work_of` takes.
+    """Return the specs of the tensors that `work_of` takes.
 
     Args:
-        want_dq: of `makes_dq`.
+        want_dq: result of `makes_dq`.
         query, key: shapes.
     """
     batch, heads, length = query[:3]
@@ -210,7 +214,7 @@ def backward_workspace(
 
 
 def work_of(workspace: Sequence[Tensor]) -> Work:
-    """The tensors of `backward_workspace`."""
+    """Return the tensors of `backward_workspace` by name."""
     row_values, odd_keys, counter, *of_rows = workspace
     odd_rows, sums, *_ = (*of_rows, None, None)
     return Work(row_values, odd_keys, counter, sums, odd_rows)
@@ -229,12 +233,12 @@ def hopper_launches(
     grads.captured; `work.row_values` serves the portable pass over query rows too.
 
     Args:
-        grad: its dout `is_boxed`.
+        grad: gradients whose dout `is_boxed`.
     """
     layout = _layout_of_call(saved, grad, grads)
     if layout is None or call.kept is None:
         return _launches(portable, gluon, call, saved, grad, grads, work)
-    # Whether tiles end where the lengths do follows from the shapes.
+    # The True is safe: whether tiles end where the lengths do follows from the shapes.
     mods = gluon.mods_key(call, True), portable.mods_key(call, True)
     key = ("anyflex_cuda.backward", *mods, *layout)
     fixed = gluon.kept(call, key)
@@ -246,8 +250,8 @@ def hopper_launches(
 
 
 def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
-    """Return what launches follow from beside a call's shapes and strides, its tensors and its
-    numbers; None where some pointer isn't a multiple of 16 bytes."""
+    """Return what launches depend on beside the call itself: which tensors there are, and their
+    strides. None where some pointer isn't a multiple of 16 bytes."""
     found: list[object] = [
         grad.delta is None, None if grad.dlse is None else grad.dlse.stride(),
     ]  # fmt: skip
@@ -270,7 +274,7 @@ def _launches_again(
     work: Work,
     fixed: Sequence[FixedLaunch],
 ) -> list[Launch]:
-    """Return `hopper_launches` from `fixed_launches` of an earlier call's."""
+    """Return `hopper_launches`, made from an earlier call's `fixed_launches`."""
     row_values, odd_keys, counter, dq_sums, odd_rows = work
     values = backward_values(made, call, saved, grad, grads, row_values)
     of_keys = made.common_values(
@@ -282,10 +286,10 @@ def _launches_again(
         odd_rows=or_else(odd_rows, odd_keys), counter=counter,
         dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
     )  # fmt: skip
-    # Descriptors of a tile's second part.
+    # Add descriptors of the tiles' second parts.
     values.update({f"{name}_2": values[name] for name in _DESCRIBED})
-    # The main kernel reads the mask's transposed rows under the names that others have for its
-    # rows.
+    # The main kernel takes the transposed mask's rows under the names that other kernels have for
+    # the mask's rows.
     main = wide_function(False) if is_wide(made.spec) else hopper_backward.backward_kernel
     of_main = {**values, **of_keys}
     return [each.launch(of_main if each.program.function is main else values) for each in fixed]
@@ -298,12 +302,12 @@ def backward_programs(
     out: Outputs,
     workspace: Sequence[TensorSpec],
 ) -> list[Program]:
-    """Return the programs that `hopper_launches` will launch for a call if the gradient that comes
-    in is laid out as out is, and those that go out as query, key and value are.
+    """Return the programs that `hopper_launches` will launch for a call if dout is laid out as out
+    is, and dq, dk and dv as query, key and value are.
 
     Args:
-        out: of the call's forward.
-        workspace: of `backward_workspace`.
+        out: outputs of the call's forward.
+        workspace: from `backward_workspace`.
     """
     saved, grad, grads = expected_backward(portable.spec, call, out, workspace)
     launches = _launches(portable, gluon, call, saved, grad, grads, work_of(grads.workspace))
@@ -319,7 +323,7 @@ def _launches(
     grads: Grads,
     work: Work,
 ) -> list[Launch]:
-    """`hopper_launches` with all that their kernels take."""
+    """Return `hopper_launches`, made from all arguments."""
     if is_wide(gluon.spec):
         main = wide_launches(
             gluon, call, grad.dout, grads, work.row_values, work.odd_keys, work.odd_rows
@@ -335,8 +339,8 @@ def _launches(
 
 
 def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
-    """What Hopper's kernel, and the one that computes tiles again, add captured tensors' gradients
-    to: nothing where the portable pass over query rows does."""
+    """Return the totals of captured tensors' gradients that Hopper's kernel and the repair kernel
+    add to; empty where the portable pass over query rows makes them."""
     if work.dq_sums is None:
         return ()
     return tuple(total for total in grads.captured if total is not None)
@@ -418,7 +422,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     tiles = -(-keys // _KEYS)
     ragged = bool(keys % _KEYS or length % block_m)
     mods = made.mods(call, not ragged)
-    # Rows past the end count where a score mod may make of them what isn't finite.
+    # Rows past the end count where a score mod may make their scores non-finite.
     ragged = bool(keys % _KEYS) or (mods.score_mod is not None and ragged)
     width, value_width = padded(spec.head_dim), padded(spec.value_head_dim)
     want_dq = work.dq_sums is not None
@@ -480,7 +484,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
             "odd_keys": work.odd_keys, "counter": work.counter, "totals": totals,
             "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
             "q_length": length, "kv_length": keys, "tiles": tiles,
-            # Their tiles add to sums of dQ, float32, too.
+            # The cache also holds the float32 sums of dQ that tiles add to.
             "head_group": key_head_group(call, 4 * spec.head_dim),
         },
         totals,

@@ -1,9 +1,10 @@
-"""Kernels before and after Hopper's backward, in plain Triton: rows' values, and dQ from its sums.
+"""Kernels before and after Hopper's backward, in plain Triton: row values, dQ from its sums,
+repairs.
 
-In Hopper's kernels non-finite values reach pairs that aren't seen: 0 * NaN is NaN. And far rows,
-whose scores are huge (anyflex_triton/backward.py), give NaN. Tiles of dQ, dK and dV that came out
-so are made again here, as the portable kernels make theirs: by a kernel of its own, for it takes
-many registers, and the others are as quick as many programs at a time make them.
+In Hopper's kernels non-finite values reach pairs that don't see them, because 0 * NaN is NaN; and
+far rows, whose scores are huge (anyflex_triton/backward.py), give NaN. Such tiles of dQ, dK and dV
+are computed again here, in the way of the portable kernels. A separate kernel does that because it
+takes many registers, and the speed of the others depends on their occupancy.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 
 @record
 class RepairCall:
-    """What `repair_queries` and `repair_keys` both read: arguments of `repair_kernel`.
+    """Arguments of `repair_kernel` that `repair_queries` and `repair_keys` share.
 
     Attributes:
         mods, gradients: `Mods` and `ModGradients`.
@@ -89,12 +90,13 @@ def prepare_kernel(
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr,
     IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    """As `anyflex_triton.backward.row_kernel`; rows are padded, and sums of dQ begin at 0.
+    """Do what `anyflex_triton.backward.row_kernel` does, for padded rows, and set sums of dQ to 0.
 
     Args:
-        row_values: [4, B, Hq, padded_length]; rows past the last are as those without a live key.
-        dq_sums: [B, Hq, padded_length * D], float32, or where not WANT_DQ anything.
-        counter: int32, becomes 0.
+        row_values: [4, B, Hq, padded_length]; rows past the last are written as rows without a
+            live key.
+        dq_sums: [B, Hq, padded_length * D], float32; unused without WANT_DQ.
+        counter: int32, set to 0.
         padded_length: a multiple of BLOCK_M.
     """
     tiles = padded_length // BLOCK_M
@@ -126,10 +128,10 @@ def prepare_kernel(
 
 @triton.jit
 def summed_rows(dq_sums, D: tl.constexpr):
-    """[64, D] of the sums of 64 rows, which begin at `dq_sums`, in the order in which threads of
+    """Return [64, D], the sums of 64 rows. At `dq_sums` they are in the order in which threads of
     `hopper_backward.add_step` hold them: each 64 columns as [128, 32], 4 elements a thread."""
     sums = tl.load(dq_sums + tl.arange(0, 64 * D))
-    # Columns by 64 and by 8; rows by 16, by 2 and by 1; columns by 2; rows by 8; columns.
+    # Axes: columns by 64 and by 8; rows by 16, by 2 and by 1; columns by 2; rows by 8; columns.
     sums = tl.reshape(sums, [D // 64, 8, 4, 4, 2, 4, 2, 2])
     sums = tl.permute(sums, [2, 6, 3, 4, 0, 1, 5, 7])
     return tl.reshape(sums, [64, D])
@@ -140,12 +142,13 @@ def convert_kernel(
     dq_sums, dq, row_values, odd_rows, dq_strides, scale, heads, padded_length, q_length,
     DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """dQ from its sums, 64 query rows a program.
+    """Convert the sums of dQ to dQ, 64 query rows per program.
 
     Args:
-        row_values: of `prepare_kernel`.
-        odd_rows: int32 [B * Hq * padded_length / 64], filled: 1 where not all sums are finite, or
-            some row's lse2 is NaN: of a score mod without a slope by the score sums are 0.
+        row_values: written by `prepare_kernel`.
+        odd_rows: int32 [B * Hq * padded_length / 64], written: 1 where some sum is non-finite or
+            some row's lse2 is NaN, else 0. lse2 is tested too because sums are 0 where the score
+            mod has no derivative by the score.
         padded_length: a multiple of 64.
     """
     index = tl.program_id(0)
@@ -155,7 +158,7 @@ def convert_kernel(
     sums = summed_rows(dq_sums + index.to(tl.int64) * (64 * D), D)
     lse2 = tl.load(row_values + index.to(tl.int64) * 64 + tl.arange(0, 64))
     inexact = tl.max(tl.max(nonfinite(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
-    # Rows past the end have no values of their own.
+    # Tiles past the end have no rows to repair.
     tl.store(odd_rows + index, tl.where(first_row < q_length, inexact, 0))
     base = tensor_at(dq, dq_strides, bh // heads, bh % heads, UNIT)
     rows = first_row + tl.arange(0, 64)
@@ -166,10 +169,10 @@ def convert_kernel(
 def rows_by_pointers(
     tensor, strides, b, h, call, DIM: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr
 ):
-    """`HeadRows` of (b, h).
+    """Return `HeadRows` of (b, h).
 
     Args:
-        OPERAND: which of UNITS and SCATTERED are the tensor's.
+        OPERAND: index of the tensor in UNITS and SCATTERED.
     """
     return HeadRows(
         tensor=None, base=tensor_at(tensor, strides, b, h, call.UNITS[OPERAND]), strides=strides,
@@ -180,8 +183,8 @@ def rows_by_pointers(
 
 @triton.jit
 def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
-    """dQ of a tile of 64 query rows; what its far rows add to captured tensors' gradients, which
-    is missing there.
+    """Compute dQ of a tile of 64 query rows, and add to captured tensors' gradients what its far
+    rows contribute, which is still missing.
 
     Args:
         call, mask: `RepairCall` and `MaskRuns`.
@@ -246,13 +249,13 @@ def repair_keys(
     index, call, mask, dk, dv, dk_strides, dv_strides, batch, kv_heads, padded_keys,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dK and dV of a tile of BLOCK_N keys.
+    """Compute dK and dV of a tile of BLOCK_N keys.
 
     Args:
         call: `RepairCall`. mask: `MaskRuns` of the transposed mask.
     """
     mods = call.mods
-    # `repair_queries` adds to captured tensors' gradients.
+    # Only `repair_queries` adds to captured tensors' gradients.
     gradients = ModGradients(
         totals=None, SCORE_MOD_BACKWARD=call.gradients.SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
     )
@@ -331,16 +334,17 @@ def repair_kernel(
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     WANT_DQ: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dQ, where WANT_DQ, dK and dV anew where they are non-finite, and what far rows add to
-    captured tensors' gradients. A program looks at TILES tiles.
+    """Compute dK, dV, and where WANT_DQ dQ, again where they are non-finite, and add what far rows
+    contribute to captured tensors' gradients. Each program looks at TILES tiles.
 
     Args:
-        row_values: of `prepare_kernel`.
-        totals: as `anyflex_triton.backward_queries`'s, where CAPTURED_GRADIENTS.
-        offsets, ends, runs: of the mask; those of its transpose are the keys'.
-        odd_rows: int32 [row_tiles], of `convert_kernel`.
-        odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv is non-finite.
-        row_programs: the first so many look at rows, the others at keys.
+        row_values: written by `prepare_kernel`.
+        totals: as in `anyflex_triton.backward_queries`, where CAPTURED_GRADIENTS.
+        offsets, ends, runs: rows of the mask. Those with key_ in front are of its transpose.
+        odd_rows: int32 [row_tiles], written by `convert_kernel`.
+        odd_keys: int32 [key_tiles]: for every 64 keys, whether some dk or dv is non-finite.
+        row_programs: number of programs, the first ones, that look at rows; the others look at
+            keys.
     """
     call = RepairCall(
         query=query, key=key, value=value, dout=dout, row_values=row_values, q_strides=q_strides,

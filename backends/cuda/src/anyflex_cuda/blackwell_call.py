@@ -1,4 +1,4 @@
-"""Launching forward on Blackwell: which specs its kernel takes, and with which tiles."""
+"""Launch of forward on Blackwell: which specs its kernel takes, and with which tiles."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BLOCK_M = 2 * _ROWS
 
 
 class Tiles(NamedTuple):
-    """How the kernel is compiled.
+    """Compile-time configuration of the kernel.
 
     Args:
         block_n: keys of a step.
-        piece: columns that a thread has at a time.
-        stages: steps whose keys and values are in shared memory.
-        registers: of a thread of a group, of the other warps'.
+        piece: columns that a thread holds at a time.
+        stages: pipeline stages: steps whose keys and values are in shared memory.
+        registers: registers per thread of a group, and of the other warps.
     """
 
     block_n: int
@@ -43,8 +43,8 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(spec: Spec) -> Tiles:
-    """Return the spec's tiles: what fits a multiprocessor's 227 KB, and a thread's registers: what
-    mods read for each key stands there beside the scores."""
+    """Return the spec's tiles. They are limited by a multiprocessor's 227 KB of shared memory and
+    by a thread's registers, which also hold what mods read for each key."""
     wide = max(spec.head_dim, spec.value_head_dim) > 64
     return Tiles(128, 32 if spec.captured else 64, 2 if wide else 3, (240, 24))
 
@@ -66,7 +66,8 @@ def program_for(
     made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
     rest: bool,
 ) -> Program:  # fmt: skip
-    """Return the compiled kernel for a class of calls. Arguments as of Hopper's `program_for`."""
+    """Return the compiled kernel for a class of calls. Arguments are as in Hopper's
+    `program_for`."""
     spec = made.spec
     key = ("blackwell forward", tiles, mods.key, even, lse, max_scores, rest)
     program = made.existing.get(key)
@@ -94,12 +95,13 @@ def program_for(
 
 
 def _columns(dim: int) -> int:
-    """Return a tile's columns. Hopper's two parts of 96 haven't been tried."""
+    """Return a tile's columns. Tiles in two parts, as Hopper's of 96 columns, haven't been
+    tried."""
     return 64 if dim <= 64 else 128
 
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Return what one load or store moves, by names of descriptors."""
+    """Return the boxes that one load or store moves, by names of descriptors."""
     d, dv = _columns(spec.head_dim), _columns(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),

@@ -1,19 +1,19 @@
-"""Attention forward on Blackwell (sm_100): a warp that loads, a warp that multiplies, and two
-warpgroups that weigh, in one program.
+"""Attention forward on Blackwell (sm_100): a producer warp, a multiplier warp, and two softmax
+warpgroups.
 
 A tile is 256 query rows, 128 for each warpgroup. The producer takes tiles one after the other,
 merges the runs of both halves' rows of the block mask, has TMA load queries, keys and values, and
-says in a ring of orders what it loads and for whom. The multiplier has the tensor cores make
-scores in tensor memory, and add values' sums there; a group reads its scores, a row a thread,
-stores their weights over them, and reads its sums at the tile's end (FlashAttention-4's division
-of the work, but that a group scales its sums itself). While one group weighs, the other's products
-run.
+writes into a ring of orders what it loads and for which group. The multiplier has the tensor cores
+make scores and accumulate weighted values in tensor memory. A group reads its scores, one row per
+thread, stores the weights over them, and reads its accumulator at the end of the tile
+(FlashAttention-4's division of the work, except that a group rescales its accumulator itself). One
+group's softmax overlaps the other's products.
 
-All products are of one warp, and the tensor cores run them in the order in which it issues them.
-So a group's next scores may follow the product that reads the weights they overwrite, and who
-waits for scores has also waited for the sums of the step before. No barrier is two phases ahead of
-who waits for it: a group's next scores take its last weights, its next tile's sums take weights of
-that tile, and where it has no step in a tile, nobody speaks of sums.
+One warp issues all products, and the tensor cores run them in that order. So a group's next scores
+may be issued right after the product that reads the weights they overwrite, and a wait for scores
+is also a wait for the previous step's accumulation. No barrier gets two phases ahead of a waiter:
+a group's next scores need its last weights, the next tile's accumulator needs weights of that
+tile, and a tile in which a group has no step signals no accumulator.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from anyflex_triton.device_functions import (
 
 __all__ = ["ROWS", "forward_kernel"]
 
-# Triton 3.8 has new names for them.
+# Triton 3.8 renames these functions.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @record
 class OrderRing:
-    """Orders of the producer to the multiplier and the groups, in shared memory, and the barriers
-    of their slots."""
+    """Ring of orders from the producer to the multiplier and the groups, in shared memory, and the
+    barriers of its slots."""
 
     words: Any
     full: Any
@@ -82,7 +82,8 @@ class GroupQueries:
     """Both groups' queries in shared memory.
 
     Attributes:
-        full: a group's queries are loaded. empty: nobody reads a tile's queries any more.
+        full: barriers; a group's queries are loaded. empty: nobody reads a tile's queries any
+            more.
     """
 
     bufs: Any
@@ -92,10 +93,11 @@ class GroupQueries:
 
 @record
 class GroupMemory:
-    """Scores and sums in tensor memory, of both groups or of one.
+    """Scores and accumulators in tensor memory, of both groups or of one.
 
     Attributes:
-        done: scores are there. weighed: weights are there. summed: the tile's sums are there.
+        done: barriers; scores are complete. weighed: weights are stored. summed: the tile's
+            accumulator is complete.
     """
 
     scores: Any
@@ -110,7 +112,8 @@ class LoadingTile:
     """A tile's place, as the producer loads it.
 
     Attributes:
-        first_step: the ring's. filled: tiles before it that had a step.
+        first_step: number of the tile's first step, counted over all tiles. filled: number of
+            earlier tiles that had a step.
         run_0, last_0, run_1, last_1: the first and the end of each group's runs.
     """
 
@@ -132,10 +135,10 @@ class GroupSoftmax:
     """State of a group's online softmax.
 
     Attributes:
-        base: what weights are counted from, in powers of two: not above the largest score so far,
-            nor more than SLACK below.
-        row_max: the largest score so far; where WANT_MAX, NaN if one was.
-        row_sum: of weights.
+        base: exponent of two that weights are relative to; at most the largest score so far, and
+            at most SLACK below it.
+        row_max: the largest score so far; where WANT_MAX, NaN if any score was NaN.
+        row_sum: sum of weights.
     """
 
     base: Any
@@ -145,13 +148,15 @@ class GroupSoftmax:
 
 @record
 class GroupCall:
-    """Everything that a group is given.
+    """Arguments of a group.
 
     Attributes:
-        o_desc, r_desc, o_bufs: of out and rest, and the shared memory that both are stored from.
-        mods: `anyflex_triton.kernel_records.Mods`. MASK_SCORES: its mask mod as one of scores.
+        o_desc, r_desc, o_bufs: descriptors of out and rest, and the shared memory that both are
+            stored from.
+        mods: `anyflex_triton.kernel_records.Mods`. MASK_SCORES: its mask mod as a function of
+            scores.
         results: `anyflex_triton.kernel_records.RowResults`.
-        MASKED: some step may have dead pairs.
+        MASKED: whether any step may have dead pairs.
         DV, EVEN, BLOCK_N, PIECE: arguments of `forward_kernel`.
     """
 
@@ -180,33 +185,35 @@ class GroupCall:
 # fmt: off
 
 ROWS = gl.constexpr(128)
-"""Rows of a group: as many as tensor memory has, a thread each."""
+"""Query rows of a group: the lanes of tensor memory, one thread per row."""
 ORDERS = gl.constexpr(8)
-"""Slots for orders: how many are given ahead."""
+"""Number of slots of the ring of orders."""
 SLACK = gl.constexpr(8.0)
-"""Powers of two by which scores may pass what weights are counted from, before sums are scaled."""
+"""Exponent of two by which scores may exceed `GroupSoftmax.base` before the accumulator is
+rescaled."""
 BEHIND = gl.constexpr(0x3FFFFFFF)
-"""A place behind all keys."""
+"""Position past all keys."""
 
-# What an order says to a group.
+# Kinds of orders, one per group.
 NOTHING = gl.constexpr(0)
 ASKED = gl.constexpr(1)
-"""A step whose pairs the mask mod tells."""
+"""Step whose live pairs the mask mod decides."""
 COVERED = gl.constexpr(2)
-"""A step of live pairs up to its end."""
+"""Step whose pairs are live up to its end."""
 PLAIN = gl.constexpr(3)
-"""A step of live pairs."""
+"""Step whose pairs are all live."""
 TILE = gl.constexpr(4)
-"""The tile before has no more steps, another one begins."""
+"""End of the previous tile, and begin of another."""
 STOP = gl.constexpr(5)
-"""The tile before has no more steps, and was the last."""
+"""End of the last tile."""
 
 
 # Orders
 
 @gluon.jit
 def give_order(orders, order, kind_0, kind_1, x, y, z):
-    """In the producer, of a step: first key, end; of a tile: first row, b, h."""
+    """Write an order (producer). For a step x, y are first key and end; for a tile x, y, z are
+    first row, b, h."""
     slot = order % ORDERS
     mbarrier.wait(orders.empty.index(slot), ((order // ORDERS) & 1) ^ 1)
     say(orders.words, slot * WORDS, kind_0)
@@ -219,13 +226,13 @@ def give_order(orders, order, kind_0, kind_1, x, y, z):
 
 @gluon.jit
 def drop_order(orders, order):
-    """Nobody here reads it any more."""
+    """Release an order's slot: the caller doesn't read it any more."""
     mbarrier.arrive(orders.empty.index(order % ORDERS), count=1)
 
 
 @gluon.jit
 def order_for(orders, order, ME: gl.constexpr):
-    """(order, kind) of group ME's next, from `order` on."""
+    """Return (order, kind) of group ME's next order, from `order` on."""
     mbarrier.wait(orders.full.index(order % ORDERS), (order // ORDERS) & 1)
     kind = said(orders.words, order % ORDERS * WORDS + ME)
     while kind == NOTHING:
@@ -240,7 +247,7 @@ def order_for(orders, order, ME: gl.constexpr):
 
 @gluon.jit
 def run_at(mask, run, last_run, kv_length):
-    """(begin, end, 1 if FULL) of a run in keys; BEHIND where there is none."""
+    """Return (begin, end, 1 if FULL) of a run in keys; BEHIND where there is no run."""
     there = run < last_run
     if mask.HAS_MASK:
         at = mask.runs + run * 3
@@ -255,7 +262,7 @@ def run_at(mask, run, last_run, kv_length):
 
 @gluon.jit
 def kind_of(inside, full, PART: gl.constexpr):
-    """What a group does in steps of a part."""
+    """Return the kind of order that a group gets for steps of PART."""
     if PART == 0:
         return gl.where(inside, gl.where(full == 1, COVERED, ASKED), NOTHING)
     else:
@@ -264,8 +271,8 @@ def kind_of(inside, full, PART: gl.constexpr):
 
 @gluon.jit
 def load_step(descs, queries, ring, tile, step, first):
-    """Load keys and values of a step. A tile's queries come between those of its first step: there
-    is room for keys earlier."""
+    """Load keys and values of a step. A tile's queries are loaded between its first step's keys
+    and values, because a slot for keys is free earlier."""
     slot = step % ring.STAGES
     phase = ((step // ring.STAGES) & 1) ^ 1
     at = [tile.kv_b, tile.kv_head, first, 0]
@@ -288,7 +295,8 @@ def load_step(descs, queries, ring, tile, step, first):
 def load_steps(
     descs, queries, ring, orders, mask, tile, order, step, kv_length, PART: gl.constexpr,
 ):
-    """(order, step) after a tile's steps that may have dead pairs, PART 0, or that have none, 1.
+    """Load a tile's steps that may have dead pairs (PART 0), or the others (PART 1). Return the
+    next (order, step).
 
     Both groups' runs are cut where one of them begins or ends: between two cuts each group has the
     same kind of pairs, or nothing to do.
@@ -337,7 +345,7 @@ def load_steps(
 
 @gluon.jit
 def runs_of(mask, b, h, first_row, q_length):
-    """(first, end) of a group's runs: none where it has no row."""
+    """Return (first, end) of a group's runs; an empty range where it has no row."""
     if mask.HAS_MASK:
         run = gl.to_tensor(0)
         last_run = gl.to_tensor(0)
@@ -362,7 +370,7 @@ def produce(
     while at < count:
         following = count
         if gl.num_programs(0) < count:
-            # Asked for early: the answer takes as long as a step.
+            # Issued early: the atomic's latency is that of a step.
             following = gl.num_programs(0) + gl.atomic_add(schedule.counter, 1, sem="relaxed")
         tile, bh = tile_of_program(at, schedule.tiles, schedule.batch_heads, schedule.head_group)
         b = bh // schedule.heads
@@ -399,7 +407,7 @@ def produce(
 
 @gluon.jit
 def order_of_both(orders, order):
-    """Both groups' kinds of the next order, which is dropped."""
+    """Return both groups' kinds of the next order, and release its slot."""
     mbarrier.wait(orders.full.index(order % ORDERS), (order // ORDERS) & 1)
     kind_0 = said(orders.words, order % ORDERS * WORDS, 1)
     kind_1 = said(orders.words, order % ORDERS * WORDS + 1, 1)
@@ -409,7 +417,7 @@ def order_of_both(orders, order):
 
 @gluon.jit
 def weights_in(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Room for a group's weights, over its scores."""
+    """Return the tensor memory of a group's weights, which overlays its scores."""
     LAYOUT: gl.constexpr = TensorMemoryLayout((ROWS, BLOCK_N), col_stride=1)
     halves = reinterpret(scores, DTYPE, [ROWS, BLOCK_N * 2], LAYOUT)
     return halves.slice(0, BLOCK_N)
@@ -419,8 +427,8 @@ def weights_in(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 def add_values(
     memory, ME: gl.constexpr, v, due, used, weights, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
-    """(weights so far, whether there are sums) after the product of a group's last weights, if it
-    had any, and their values."""
+    """Issue the product of a group's last weights, if there are any, with their values. Return
+    (number of weights so far, whether the accumulator holds anything)."""
     scores = memory.scores.index(ME)
     sums = memory.sums.index(ME)
     weighed = memory.weighed.index(ME)
@@ -433,8 +441,8 @@ def add_values(
 
 @gluon.jit
 def multiply(queries, ring, memory, orders, D: gl.constexpr, DV: gl.constexpr):
-    """All products, in one order: of each step and group first its sums of the step before, then
-    its scores."""
+    """Issue all products in one order: for each step and group first the previous step's
+    accumulation, then this step's scores."""
     DTYPE: gl.constexpr = ring.v_bufs.dtype
     BLOCK_N: gl.constexpr = ring.BLOCK_N
     order = gl.to_tensor(0)
@@ -519,11 +527,11 @@ def scale_sums(
 def weigh(
     softmax, memory, order, dones, kind, inputs, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """`GroupSoftmax` after a step: one of an online softmax, in powers of two. Twice over the
-    scores, a piece at a time: all of a row's at once would take half of the registers.
+    """Return `GroupSoftmax` after one step of the online softmax, in powers of two. It passes over
+    the scores twice, a piece at a time: a whole row would take half of the registers.
 
     Args:
-        memory: of this group.
+        memory: `GroupMemory` of this group.
     """
     BLOCK_N: gl.constexpr = call.BLOCK_N
     PIECE: gl.constexpr = call.PIECE
@@ -534,7 +542,7 @@ def weigh(
     scores = memory.scores
     sums = memory.sums
     shift_of_keys = call.mods.shifts[3]
-    # Keys are counted with their shift.
+    # Indices of keys include their shift.
     mods = StepMods(
         ints=call.mods.ints, floats=call.mods.floats, shifts=(0, 0, 0, 0), scale=call.mods.scale,
         READ_COLUMNS=None, SCORE_MOD=SCORE_MOD, MASK_SCORES=call.MASK_SCORES,
@@ -544,8 +552,8 @@ def weigh(
     at = order % ORDERS * WORDS
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
-    # Counted as mods count: else each column's place with that shift would be made before all
-    # loops, and there is no room to keep so many.
+    # Keys are numbered as mods see them. Otherwise compilers would add the shift to each column
+    # before all loops, and registers can't hold the results.
     if MASKED or SCORE_MOD is not None:
         first = said(call.orders.words, at + 2) + shift_of_keys
     if MASKED and not EVEN:
@@ -572,13 +580,13 @@ def weigh(
     else:
         row_max = gl.maximum(row_max, highest)
     highest = highest * unit
-    # False where a score is NaN: then all that is made of base is, too.
+    # False where a score is NaN; then everything computed from base is NaN too.
     passed = highest > base + SLACK
     new_base = gl.where(passed, highest, base)
-    # As in `anyflex_triton.forward.forward_step`.
+    # See `anyflex_triton.forward.forward_step`.
     shift = gl.where(new_base <= -FAR, 0.0, new_base)
     alpha = gl.exp2(base - shift)
-    # A row's first live pair finds sums of 0, or none.
+    # At a row's first live pair the accumulator is 0 or unset, so nothing is rescaled.
     if gl.max((passed & (base != float("-inf"))).to(gl.int32), 0) > 0:
         scale_sums(sums, alpha, call.DV, PIECE, LAYOUT)
     row_sum = softmax.row_sum * alpha
@@ -587,7 +595,7 @@ def weigh(
         found = scores.slice(column, PIECE).load(LAYOUT)
         weights = gl.exp2(found * unit - gl.expand_dims(shift, 1))
         row_sum += gl.sum(weights, 1)
-        # Over scores that were read.
+        # The weights overwrite scores that were read already.
         room.slice(column, PIECE).store(weights.to(DTYPE))
     mbarrier.arrive(memory.weighed, count=1)
     return GroupSoftmax(base=new_base, row_max=row_max, row_sum=row_sum)
@@ -595,7 +603,7 @@ def weigh(
 
 @gluon.jit
 def attend(call, ME: gl.constexpr):
-    """All tiles' rows of group ME.
+    """Compute the rows of all tiles that belong to group ME.
 
     Args:
         call: `GroupCall`.
@@ -603,7 +611,7 @@ def attend(call, ME: gl.constexpr):
     DTYPE: gl.constexpr = call.o_bufs.dtype
     PIECE: gl.constexpr = call.PIECE
     SCORE_MOD: gl.constexpr = call.mods.SCORE_MOD
-    # Tensor memory is read and written a row a thread.
+    # Each thread reads and writes one row of tensor memory.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PIECE], [32, 1], [4, 1], [0, 1])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     orders = call.orders
@@ -649,10 +657,10 @@ def attend(call, ME: gl.constexpr):
             order, kind = order_for(orders, order + 1, ME)
         row_max = softmax.row_max
         row_sum = softmax.row_sum
-        # A row without a live pair has 0 here, and gives 0. NaN stays.
+        # A row without a live pair has row_sum 0 and gives 0. NaN stays NaN.
         dead = (row_max == float("-inf")) & (row_sum == row_sum)
         inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, row_sum))
-        # A non-finite value has reached rows that don't see it too: 0 * NaN is NaN.
+        # Non-finite values also reach rows that don't see them: 0 * NaN is NaN.
         zeros = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         if dones > first_done:
             mbarrier.wait(memory.summed, filled & 1)
@@ -660,10 +668,10 @@ def attend(call, ME: gl.constexpr):
             for column in gl.static_range(0, call.DV, PIECE):
                 zeros += gl.sum(memory.sums.slice(column, PIECE).load(LAYOUT) * 0.0, 1)
         nans = (row_max != row_max).to(gl.int32)
-        # Weights of far rows are lost.
+        # The weights of far rows have lost their precision.
         unit = unit_of_scores(scale, SCORE_MOD)
         inexact = (zeros != zeros) | is_far(row_max, row_max * unit)
-        # How much higher the base is.
+        # excess is how much base exceeds row_max.
         excess = gl.fma(row_max, 0.0 - unit, softmax.base)
         if gl.max(inexact.to(gl.int32), 0) > 0:
             row_max, row_sum = write_nonfinite_rows(
@@ -674,10 +682,10 @@ def attend(call, ME: gl.constexpr):
         else:
             for column in gl.static_range(0, call.DV, PIECE):
                 acc = memory.sums.slice(column, PIECE).load(LAYOUT) * gl.expand_dims(inverse, 1)
-                # Where no step was, there are no sums.
+                # Without a step the accumulator is unset.
                 acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc)
                 rounded = acc.to(DTYPE)
-                # What was there before may still be read.
+                # TMA may still read the previous contents of this buffer.
                 tma.store_wait(0)
                 staged.reshape([ROWS, PIECE]).store(rounded)
                 fence_async_shared()
@@ -710,25 +718,26 @@ def forward_kernel(
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):
-    """Programs that take tiles of 256 query rows of one head until there are no more.
+    """Forward kernel: each program takes tiles of 256 query rows of one head until none are left.
 
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
             value, out and rest; boxes of 128 rows, D or DV columns, or of BLOCK_N; those of out
-            and rest of PIECE columns. Of rest nothing is there without WANT_REST.
-        query, key, value, out, rest: for `write_nonfinite_rows`, with strides (b, h, row); DIM and
-            VALUE_DIM are their columns.
+            and rest have PIECE columns. Without WANT_REST rest's arguments are None.
+        query, key, value, out, rest: pointers for `write_nonfinite_rows`, with strides (b, h,
+            row); DIM and VALUE_DIM are their columns.
         tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
         lse, max_scores: [B, Hq, L], float32.
-        counter: int32, zero at first: tiles that were taken beyond each program's first. Read
-            where programs are fewer than tiles.
-        tile_order, order_strides, ordered: as Hopper's.
+        counter: int32, 0 before the launch: number of tiles taken beyond each program's first.
+            Used where programs are fewer than tiles.
+        tile_order, order_strides, ordered: as in `hopper_forward.forward_kernel`.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
-        Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of 128.
-        EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
-        PIECE: columns of scores, sums or out that a thread has at a time.
-        GROUP_REGISTERS, OTHER_REGISTERS: of a thread of a group, and of the two other warps.
+        Q_BLOCK, KV_BLOCK: block size of the mask; Q_BLOCK is a multiple of 128.
+        EVEN: whether kv_length and KV_BLOCK are multiples of BLOCK_N.
+        PIECE: columns of scores, accumulator or out that a thread holds at a time.
+        GROUP_REGISTERS, OTHER_REGISTERS: registers per thread of a group, and of the two other
+            warps.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -755,7 +764,7 @@ def forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     for i in gl.static_range(ORDERS):
         mbarrier.init(order_full.index(i), count=1)
-        # The multiplier and both groups.
+        # Arrivals: the multiplier and both groups.
         mbarrier.init(order_empty.index(i), count=3)
     for g in gl.static_range(2):
         mbarrier.init(q_full.index(g), count=1)

@@ -1,5 +1,5 @@
-"""A spec compiled for Blackwell, where the user asks for its own forward: that where it takes a
-call, else the portable kernels. Backward is the portable kernels'."""
+"""Kernel of a spec on Blackwell, where the user opts in to its forward: that forward where it
+takes a call, else the portable kernels. Backward is always portable."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["BlackwellKernel"]
 
 
 class BlackwellKernel(TritonKernel):
-    """Chooses and launches.
+    """Chooses and launches the kernels of one spec.
 
     Args:
-        spec, source, target, overrides, tuner, files: as `TritonKernel`'s.
+        spec, source, target, overrides, tuner, files: as in `TritonKernel`.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class BlackwellKernel(TritonKernel):
         super().__init__(spec, source, target, overrides, tuner, files)
         self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
-        # Backward is portable, and its tanh exact.
+        # Backward is portable, and its tanh is exact, so forward's must be too.
         self._fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
         self._blackwell = GluonPrograms(
             spec, source, {**overrides, "fast_tanh": self._fast_tanh}, files
         )
 
     def describe(self, call: Call) -> str:
-        """``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is taken,
-        or what the portable kernels say and why they are taken."""
+        """Return ``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is
+        taken, or the portable kernels' description and why they are taken."""
         portable = super().describe(call)
         if self._decodes(call):
             return portable
@@ -63,8 +63,8 @@ class BlackwellKernel(TritonKernel):
         return f"blackwell {tiles}, never run by the project{backward}"
 
     def _fit(self, call: Call) -> Fit | None:
-        """Return what Blackwell's forward needs to know of a call's tensors, or None where it
-        doesn't take the call."""
+        """Return the call's fit for Blackwell's forward, or None where it doesn't take the
+        call."""
         if self._refused is not None or self._decodes(call):
             return None
         return self._blackwell.kept_fit(call, self._fit_of)

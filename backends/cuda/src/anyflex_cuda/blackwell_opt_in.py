@@ -1,4 +1,4 @@
-"""Whether Blackwell's forward is taken: nobody has run it, so the user must ask for it."""
+"""Opt-in to Blackwell's forward, which has never run on a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def blackwell_refused() -> str | None:
 
 
 def unread_value() -> str | None:
-    """Return what doctor says of a value of the variable that means nothing, or None."""
+    """Return doctor's note on an invalid value of the variable, or None."""
     text = os.environ.get(VARIABLE, "")
     if text in ("", "0", "1"):
         return None

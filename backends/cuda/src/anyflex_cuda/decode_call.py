@@ -48,18 +48,19 @@ __all__ = [
 ]
 
 _LEAST_SHARE = 128
-"""Keys: a shorter share isn't worth its place among a unit's sums."""
+"""Minimum number of keys of a share. A shorter one costs more in combining parts than it saves."""
 _FEW_PARTS, _MOST_PARTS = 16, 64
-"""Parts of a unit that are added up at a time: what a warp has room for, and what four have. No
-other numbers, for each is a kernel of its own."""
+"""Number of a unit's parts that are added up at a time: what fits one warp, and what fits four.
+There are only two because each is compiled separately."""
 _MOST_ADDED = 320
-"""Rows of a unit's parts that one program adds up: of 128 columns it reads 160 KB in 2 us or 3,
-which is what another kernel takes to begin."""
+"""Maximum number of rows of a unit's parts that one program adds up. With 128 columns it reads 160
+KB in 2 to 3 us, the launch latency of another kernel."""
 _ALIGNED_PROGRAMS = 15 / 16
-"""Share of the programs that there is room for: so many are enough, if then fewer shares cross the
-ends of units."""
+"""Minimum fraction of the resident programs to launch, where with fewer of them fewer shares cross
+the ends of units."""
 _MARK = secrets.randbelow(1 << 46) * decode_parts.MOST_COUNTED.value
-"""Mark of `decode_parts.begin_count`, random: memory as good as never holds it by chance."""
+"""Mark of `decode_parts.begin_count`. It is random, so that uninitialized memory practically never
+holds it."""
 
 
 class DecodeTiles(NamedTuple):
@@ -67,8 +68,8 @@ class DecodeTiles(NamedTuple):
 
     Args:
         block_n: keys of a step.
-        stages: steps whose keys and values are in shared memory, or on their way there.
-        programs: of a multiprocessor, which share its memory.
+        stages: pipeline stages: steps whose keys and values are in shared memory or in flight.
+        programs: number of programs per multiprocessor.
     """
 
     block_n: int
@@ -77,7 +78,7 @@ class DecodeTiles(NamedTuple):
 
     @property
     def most_registers(self) -> int:
-        """Registers of a thread when a program begins: its 8 warps share what they are given."""
+        """Registers per thread at launch: a program's 8 warps share its registers."""
         return min(255, (1 << 16) // (256 * self.programs)) // 8 * 8
 
 
@@ -113,7 +114,7 @@ def refused_decode(
 
     Args:
         query, key: shapes.
-        mask: of `mask_shape`.
+        mask: result of `mask_shape`.
     """
     if mask is not None and mask[1] > 1:
         return "each head has a mask of its own, and its tile is of all that share a key head"
@@ -123,33 +124,32 @@ def refused_decode(
 
 
 def _units(query: Lengths, key: Lengths) -> int:
-    """Key heads of all batch entries."""
+    """Return the number of units: KV heads of all batch entries."""
     return query[0] * key[1]
 
 
 def _most_steps(spec: Spec, tiles: DecodeTiles, key: Lengths) -> int:
-    """Return the most steps of a unit, known before the mask is read."""
+    """Return the maximum number of a unit's steps, before the mask is read."""
     keys = key[2]
     steps = -(-keys // tiles.block_n)
     if spec.mask_kind == "runs" and spec.block_size[1] % tiles.block_n:
-        # Each run may end within a step.
+        # Each run may end within a step, which adds one.
         steps += -(-keys // spec.block_size[1])
     return steps
 
 
 class DecodeFit(NamedTuple):
-    """Return what follows from shapes and strides alone, of whichever call and mask.
+    """Launch parameters that follow from a call's shapes and strides alone.
 
     Args:
-        workspace: counts, values and sums of units' parts; how many steps a mask leaves, and
-            which.
-        plan: whose the steps are, of `decode_steps`.
-        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
-        programs: share the steps.
-        adds: they also add up the parts of units.
-        at_once: parts of a unit that are added up at a time, where another kernel does.
-        rows: of queries, in all heads.
-        fixed: arguments of the kernels, given the layout of out.
+        workspace: counts, values and sums of units' parts; edges and steps of a mask.
+        plan: constant of `decode_steps`: which units share a list of steps.
+        even: whether the number of keys and the mask's block size are multiples of a step's.
+        programs: number of programs that share the steps.
+        adds: whether these programs also add up the parts of units.
+        at_once: number of a unit's parts added up at a time, where another kernel does that.
+        rows: number of query rows of all heads.
+        fixed: returns arguments of the kernels, given the layout of out.
     """
 
     workspace: tuple[TensorSpec, ...]
@@ -167,12 +167,12 @@ def decode_fit_of(
     q_strides: Lengths, key: Lengths, k_strides: Lengths, value: Lengths, v_strides: Lengths,
     mask: Lengths | None,
 ) -> DecodeFit | None:  # fmt: skip
-    """Return what a call's tensors are to the kernels, or None where `refused_decode` has a reason
-    against it, or `forward_call.refusal` one that isn't their pointers'.
+    """Return a call's `DecodeFit`, or None where `refused_decode` refuses it, or
+    `forward_call.refusal` does for a reason other than alignment of pointers.
 
     Args:
         query, key, value: shapes.
-        mask: of `mask_shape`.
+        mask: result of `mask_shape`.
     """
     spec = made.spec
     size = spec.dtype.itemsize
@@ -194,12 +194,13 @@ def decode_fit_of(
     if plan != decode_steps.EACH.value:
         programs = _aligned(programs, units, most)
         groups = math.gcd(programs, units)
-    # Of a unit. Where batch entries have their own counts of steps, one may have nearly all.
+    # Maximum number of a unit's parts. Where batch entries have their own step counts, one of them
+    # may have nearly all steps.
     sharing = key[1] if plan == decode_steps.EACH.value else units
     parts = programs // sharing + (0 if groups == units else 2)
     unit_rows = heads // key[1] * length
     floats = (programs + units) * unit_rows * (spec.value_head_dim + 3)
-    # Counts before: `decode_steps.counts_floats`.
+    # Counts come first: see `decode_steps.counts_floats`.
     workspace = [TensorSpec((-(-units // 2) * 4 + floats,), torch.float32)]
     boxes = _boxes(spec, tiles)
     values: dict[str, object] = {
@@ -241,14 +242,14 @@ def _with_out(values: Mapping[str, object], out: Layout) -> FixedArguments:
 
 
 def _aligned(programs: int, units: int, most: int) -> int:
-    """Return how many programs to have of `programs`: a multiple of the units or a divisor, where
-    these are nearly as many.
+    """Return how many of `programs` to launch: a multiple or a divisor of the number of units,
+    where that is nearly as many.
 
     Args:
-        most: steps of a unit.
+        most: maximum number of a unit's steps.
     """
     if units <= programs:
-        # The fewest programs whose shares are as long.
+        # Take the fewest programs whose shares are no longer.
         longest = -(-most // (programs // units))
         found = -(-most // longest) * units
     else:
@@ -264,20 +265,21 @@ def decode_program(
     """Return the compiled kernel for a class of calls.
 
     Args:
-        plan: whose the steps are, of `decode_steps`.
-        mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
-        adds: of `DecodeFit`. unit: of out's `Layout`.
+        plan: constant of `decode_steps`: which units share a list of steps.
+        mods_of, score_mod, mask_mod: from `GluonPrograms.mods`.
+        adds: as in `DecodeFit`. unit: as in out's `Layout`.
         lse, max_scores, rest: which outputs beside out are wanted.
     """
     spec = made.spec
     if not adds:
-        # Others write the outputs.
+        # Another kernel writes the outputs.
         unit, lse, rest = 1, False, False
     key = ("hopper decode", tiles, plan, mods_of, adds, unit, lse, max_scores, rest)
     program = made.existing.get(key)
     if program is not None:
         return program
-    # Here, as most processes don't decode: Triton reads the source of each of its functions.
+    # Imported here because most processes don't decode, and Triton reads the source of each of its
+    # functions.
     from anyflex_cuda import hopper_decode
 
     boxes = _boxes(spec, tiles)
@@ -332,12 +334,12 @@ def launch_decode(
     portable: Programs, made: GluonPrograms, tiles: DecodeTiles, fit: DecodeFit, call: Call,
     out: Outputs,
 ) -> None:  # fmt: skip
-    """Launch what lists a mask's steps, if there is one, the programs that share the steps, and,
-    if they don't do that themselves, what adds up their sums, on the current stream.
+    """Launch decoding on the current stream: with a mask the kernel that lists its steps, then the
+    main kernel, then the kernel that adds up parts unless the main one does.
 
     Args:
         portable: the spec's programs in plain Triton.
-        fit: of the call's tensors.
+        fit: the call's `DecodeFit`.
     """
     partial_out, edges = out.workspace[0], out.workspace[-1]
     rest, tops = kept_of(out.saved)
@@ -373,7 +375,7 @@ def launch_decode(
         values["ends"] = rows.ends
         values["runs"] = rows.runs
         values["mask_strides"] = rows.strides
-        # A program for each entry, and one that counts.
+        # One program for each entry, and one that counts.
         entries = call.mask.shape[0]
         steps = _steps_program(portable, tiles)
         launches.insert(0, Launch(steps, entries + 1, values, (), fixed))
@@ -403,10 +405,10 @@ def _sums_program(
     made: Programs, fit: DecodeFit, unit: int, scored: bool, lse: bool, max_scores: bool,
     rest: bool,
 ) -> Program:  # fmt: skip
-    """Return what adds up the sums of a class of calls.
+    """Return the kernel that adds up parts, compiled for a class of calls.
 
     Args:
-        unit: of out's `Layout`.
+        unit: from out's `Layout`.
         scored: whether there is a score mod.
         lse, max_scores, rest: which outputs beside out are wanted.
     """
@@ -443,6 +445,6 @@ def _sums_program(
             "WANT_REST": rest,
         },
         {"partial_out": BYTES},
-        # A warp adds up a few parts without waiting for others.
+        # One warp adds up a few parts without barriers.
         Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
     )

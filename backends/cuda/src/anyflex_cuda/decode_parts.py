@@ -1,8 +1,8 @@
-"""What Hopper's decoding does at the end of a unit: its rows are written, or a part of their sums.
+"""End of a unit in Hopper's decoding: its rows are written, or a part of their sums.
 
-A unit (decode_steps.py) that several programs share has a part from each. Nobody knows which of
-these programs ends last. So each counts itself in a word of memory, and the one that finds all
-others counted adds the parts up, in the order of their keys, whatever order they came in.
+A unit (decode_steps.py) that several programs share has a part from each. Which of them ends last
+isn't known beforehand. So each increments a counter in memory, and the one that finds all others
+counted adds up the parts, in the order of their keys, so that results repeat.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ __all__ = [
 
 @record
 class UnitOutputs:
-    """Where units' rows go, and their shapes.
+    """Output tensors of units' rows, and their shapes.
 
     Attributes:
-        o_strides: (b, h, row) of out, which count UNIT elements. Rows of rest lie one after the
-            other.
+        o_strides: (b, h, row) of out, in units of UNIT elements. rest is contiguous.
         results: `anyflex_triton.kernel_records.RowResults`.
-        GROUP: query heads of a unit. VALUE_DIM: columns of a row, DV of a tile.
-        WANT_REST: rest is written.
+        GROUP: query heads of a unit. VALUE_DIM: columns of a row. DV: columns of a tile.
+        WANT_REST: whether rest is written.
     """
 
     out: Any
@@ -57,15 +56,15 @@ class UnitOutputs:
 # fmt: off
 
 MOST_COUNTED = gl.constexpr(1 << 16)
-"""Maximum count of a word. A mark is a multiple of it; programs are fewer."""
+"""Upper bound of a unit's count of parts. Marks are multiples of it; programs are fewer."""
 _AT_ONCE = gl.constexpr(16)
-"""Parts that are loaded at a time: twice as many leave no registers with some mods."""
+"""Number of parts loaded at a time. Twice as many run out of registers with some mods."""
 
 
 @gluon.jit
 def rows_of_unit(packed, kv_head, q_length, GROUP: gl.constexpr):
-    """(whether it is one, its query head, its query row) of rows of a unit; of the others
-    something that exists."""
+    """Return (whether it is a row of the unit, its query head, its query row) of packed rows. Rows
+    past the unit get indices that exist."""
     inside = packed < GROUP * q_length
     head = kv_head * GROUP + gl.minimum(packed // q_length, GROUP - 1)
     return inside, head, packed % q_length
@@ -73,25 +72,26 @@ def rows_of_unit(packed, kv_head, q_length, GROUP: gl.constexpr):
 
 @gluon.jit
 def begin_count(word, found, mark):
-    """Make a word count from nothing, if no other program of this launch has done so.
+    """Initialize a unit's counter, if no other program of this launch has done so.
 
-    The words lie in memory that may hold anything: to set it to zero were a kernel more. A word
-    counts if it lies less than MOST_COUNTED above the mark, a random number of this process; who
-    writes a unit's rows leaves 0 there for the next launch.
+    The counters are in uninitialized memory, because zeroing it would take another kernel. A
+    counter is valid if it is less than MOST_COUNTED above the mark, a random number of this
+    process. The program that writes a unit's rows leaves 0 there for the next launch.
 
     Args:
-        word: int64. found: what it holds, loaded by each thread, and not all the same.
-        mark: of all launches.
+        word: pointer to the int64 counter. found: its value, loaded by each thread; threads may
+            have loaded different values.
+        mark: the process's mark, the same in all launches.
     """
     counts = (found >= mark) & (found < mark + MOST_COUNTED)
-    # No branch: threads may disagree.
+    # There is no branch because threads may disagree.
     gl.atomic_cas(word, found, gl.where(counts, found, mark), sem="relaxed")
 
 
 @gluon.jit
 def counted(word, mark):
-    """Count a part that all threads have written, and return how many were counted before. After
-    the last one all parts can be read."""
+    """Count a part that all threads have written. Return how many were counted before; after the
+    last one all parts can be read."""
     return gl.atomic_add(word, 1, sem="acq_rel") - mark
 
 
@@ -99,7 +99,7 @@ def counted(word, mark):
 def places_of(
     first, parts, first_row, rows_a_unit, TILE_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """(places, whether they are some) [_AT_ONCE, TILE_ROWS] of rows of parts."""
+    """Return (places, whether they exist) of rows of parts, each [_AT_ONCE, TILE_ROWS]."""
     index = gl.expand_dims(first + gl.arange(0, _AT_ONCE, layout=gl.SliceLayout(1, LAYOUT)), 1)
     rows = gl.expand_dims(first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     return index * rows_a_unit + rows, (index < parts) & (rows < rows_a_unit)
@@ -110,7 +110,7 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
     """Write a unit's rows from its parts.
 
     Args:
-        partial_out, partial_sums: of the unit's first part; the others follow.
+        partial_out, partial_sums: pointers to the unit's first part; the others follow.
         outputs: `UnitOutputs`.
     """
     DV: gl.constexpr = outputs.DV
@@ -119,7 +119,7 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
         unit = LOG2E
     else:
         unit = outputs.scale * LOG2E
-    # 16 bytes a thread of each part.
+    # Each thread loads 16 bytes of each part.
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -128,7 +128,7 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
     TILE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
     OF_PARTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    # A lane a part: each sum is loaded once.
+    # One lane per part, so that each sum is loaded once.
     SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [1, 0])
     rows_a_unit = outputs.GROUP * outputs.q_length
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, TILE))
@@ -139,7 +139,7 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
         nans = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
         acc = gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE)
         for first in range(0, parts, _AT_ONCE):
-            # From the second cache: the first may be of a time before another program wrote.
+            # Loads bypass L1 (.cg), which may hold lines from before another program wrote them.
             place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, SUMS)
             sums = partial_sums + place * 3
             highest = gl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -169,7 +169,7 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
 
 @gluon.jit
 def write_dead(outputs, b, kv_head):
-    """Write a unit's rows, which see no key."""
+    """Write the rows of a unit that sees no key."""
     DV: gl.constexpr = outputs.DV
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
@@ -189,10 +189,10 @@ def write_rows(
     acc, row_max, row_sum, nans, first_row, outputs, b, kv_head, TILE_ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Write what is wanted of a unit's rows from `first_row` on, like `decode.store_row`.
+    """Write the wanted outputs of a unit's rows from `first_row` on, like `decode.store_row`.
 
     Args:
-        acc: [TILE_ROWS, DV], weighted values, in LAYOUT.
+        acc: [TILE_ROWS, DV], accumulator of weighted values, in LAYOUT.
         row_max, row_sum, nans: arguments of `write_row_sums`, [TILE_ROWS].
     """
     strides = outputs.o_strides

@@ -1,10 +1,10 @@
-"""What the programs of Hopper's decoding share out: steps of BLOCK_N keys.
+"""Work split of Hopper's decoding: steps of BLOCK_N keys, shared out among programs.
 
-A unit is a key head of a batch entry: its query rows are one tile. The units' steps, one after the
-other, are cut into equal shares, one for each program (stream-K: Osama et al., 2023), whatever
-units they belong to; where the numbers of units and programs have a common divisor, that many
-groups of units have programs of their own, so that fewer shares cross the ends of units. A unit's
-sums are then those of the programs that had a part of it.
+A unit is a KV head of a batch entry; its query rows are one tile. The units' steps are
+concatenated and cut into equal shares, one for each program, whatever units they belong to
+(stream-K: Osama et al., 2023). Where the numbers of units and programs have a common divisor, that
+many groups of units have programs of their own, so that fewer shares cross the ends of units. A
+unit's result combines the sums of all programs that had a part of it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ __all__ = [
 # fmt: off
 
 NONE = tl.constexpr(0)
-"""No block mask: a unit's steps are those of all keys."""
+"""Plan without a block mask: a unit's steps cover all keys."""
 ALL = tl.constexpr(1)
-"""A row of runs for all batch entries."""
+"""Plan where all batch entries share a row of runs."""
 EACH = tl.constexpr(2)
-"""One for each."""
+"""Plan where each batch entry has its own row of runs."""
 
 
 @triton.jit
 def share_of(program, programs, total, groups):
-    """(first step, end) of a program's share of `total` steps: the first few of a group have one
-    more.
+    """Return (first step, end) of a program's share of `total` steps. Shares differ by one step at
+    most; a group's first ones are the longer ones.
 
     Args:
-        groups: programs and steps are cut into so many groups first, each of the same size. A
-            divisor of both.
+        groups: number of equal groups that programs and steps are cut into first; a divisor of
+            both.
     """
     members = programs // groups
     steps = total // groups
@@ -59,26 +59,26 @@ def share_of(program, programs, total, groups):
 
 @triton.jit
 def program_of(step, programs, total, groups):
-    """Whose share a step is in."""
+    """Return the program whose share a step is in."""
     members = programs // groups
-    # Callers whose units have no steps ask too.
+    # Callers whose units have no steps call this too.
     steps = tl.maximum(total // groups, 1)
     least = steps // members
     more = steps % members
     first = step // steps * members
     step = step % steps
-    # Where shares have a step at most, all steps are in longer ones.
+    # Where shares have at most one step, all steps are in the longer ones.
     rest = (step - more * (least + 1)) // tl.maximum(least, 1)
     return first + tl.where(step < more * (least + 1), step // (least + 1), more + rest)
 
 
 @triton.jit
 def total_steps(edges, batch, kv_heads, unit_steps, PLAN: tl.constexpr):
-    """Steps of all units.
+    """Return the number of steps of all units.
 
     Args:
-        edges: of `steps_kernel`, if PLAN isn't NONE.
-        unit_steps: of a unit, if PLAN is NONE.
+        edges: written by `steps_kernel`, if PLAN isn't NONE.
+        unit_steps: number of a unit's steps, if PLAN is NONE.
     """
     if PLAN == NONE:
         return batch * kv_heads * unit_steps
@@ -90,7 +90,7 @@ def total_steps(edges, batch, kv_heads, unit_steps, PLAN: tl.constexpr):
 
 @triton.jit
 def steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN: tl.constexpr):
-    """(first step, steps) of a unit; arguments as `total_steps`'s."""
+    """Return (first step, number of steps) of a unit. Arguments are as in `total_steps`."""
     if PLAN == EACH:
         before = tl.load(edges + b)
         count = tl.load(edges + b + 1) - before
@@ -104,30 +104,31 @@ def steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN: tl.constexpr):
 
 @triton.jit
 def counts_floats(units):
-    """Floats in whose place `hopper_decode.decode_kernel`'s counts are, at the begin of its
-    workspace: what follows is aligned to 16 bytes."""
+    """Return the size of `hopper_decode.decode_kernel`'s counts, which begin its workspace, in
+    float32 elements: what follows is aligned to 16 bytes."""
     return (units + 1) // 2 * 4
 
 
 @triton.jit
 def sums_place(programs, units, rows, VALUE_DIM: tl.constexpr):
-    """Where the sums of parts begin: behind their values.
+    """Return the offset of the sums of parts, which follow their values.
 
     Args:
-        rows: of a unit.
+        rows: number of a unit's rows.
     """
     return tl.cast(programs + units, tl.int64) * (rows * VALUE_DIM)
 
 
 @triton.jit
 def steps_place(entries):
-    """Where the steps of a mask begin: behind the edges of its entries."""
+    """Return the offset of a mask's steps, which follow the edges of its entries."""
     return entries + 1
 
 
 @triton.jit
 def keys_of(runs, run, there, kv_length, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(begin, end, 1 if FULL, steps) of runs, whose steps are 0 where they aren't `there`."""
+    """Return (begin, end, 1 if FULL, number of steps) of runs; the last is 0 where a run isn't
+    `there`."""
     begin = tl.load(runs + run * 3, mask=there, other=0) * KV_BLOCK
     end = tl.minimum(tl.load(runs + run * 3 + 1, mask=there, other=0) * KV_BLOCK, kv_length)
     full = (tl.load(runs + run * 3 + 2, mask=there, other=0) == FULL).to(tl.int32)
@@ -139,15 +140,15 @@ def steps_kernel(
     offsets, ends, runs, mask_strides, edges, entries, most, kv_length,
     KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Programs one for each batch entry of the mask, which writes its steps, and a last one for
-    all, which counts them.
+    """Kernel that lists a mask's steps: one program for each batch entry of the mask writes its
+    steps, and a last program counts all.
 
     Args:
-        offsets, ends, runs, mask_strides: as `anyflex_triton.forward`'s; the first row of blocks
-            of the first head is read.
-        edges: int32 [entries + 1], steps of the batch entries before. Behind it, `steps_place`,
-            steps: [entries, most, 2], of each: its first key; twice its keys, plus 1 if they are a
-            FULL run's.
+        offsets, ends, runs, mask_strides: as in `anyflex_triton.forward`; only the first row of
+            blocks of the first head is read.
+        edges: int32 [entries + 1], number of steps of all earlier batch entries. Behind it, from
+            `steps_place` on, steps: [entries, most, 2], for each step its first key, and twice its
+            number of keys, plus 1 in a FULL run.
     """
     b = tl.program_id(0)
     steps = edges + steps_place(entries)

@@ -1,5 +1,5 @@
-"""Adds up what the programs of Hopper's decoding have of each query row, where the rows of all
-parts of a unit are too many for one of those programs."""
+"""Combination of the parts of each query row after Hopper's decoding, where a unit has too many
+for one of that kernel's programs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def combine_kernel(
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
 ):
-    """One program a query row: its parts in the order of their keys, PARTS at a time.
+    """Combine the parts of one query row per program, in the order of their keys, PARTS at a time.
 
     Args:
-        partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
-        programs: of that kernel. groups: of them.
-        SCORED: there is a score mod.
+        partial_out, edges, unit_steps: as in `hopper_decode.decode_kernel`.
+        programs: number of that kernel's programs. groups: number of groups of them.
+        SCORED: whether there is a score mod.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) % q_length
@@ -62,7 +62,7 @@ def combine_kernel(
     for first in range(first_program, end_program, PARTS):
         there = first + index < end_program
         place = (first + index + unit).to(tl.int64) * (GROUP * q_length) + row_of_unit
-        # All loads at once: nothing else takes as long.
+        # All loads are issued together, because their latency dominates.
         highest = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
         sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
         if WANT_MAX:

@@ -1,4 +1,4 @@
-"""A spec compiled for a GPU none of whose own kernels may be taken."""
+"""Portable kernels of a spec on a GPU whose own kernels aren't taken."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["PortableKernel"]
 
 
 class PortableKernel(TritonKernel):
-    """The portable kernels, with what `explain` says of that.
+    """The portable kernels, with a reason for `explain`.
 
     Args:
-        spec, source, target, overrides, tuner, files: as `TritonKernel`'s.
-        whose: kernels those are, ``"Hopper's"``.
-        reason: why they aren't taken.
+        spec, source, target, overrides, tuner, files: as in `TritonKernel`.
+        whose: owner of the kernels that aren't taken, ``"Hopper's"``.
+        reason: why these aren't taken.
     """
 
     def __init__(
@@ -35,5 +35,5 @@ class PortableKernel(TritonKernel):
         self._why = f"not {whose} kernel: {reason}"
 
     def describe(self, call: Call) -> str:
-        """Return what the portable kernels say, and the reason."""
+        """Return the portable kernels' description, and the reason."""
         return f"{super().describe(call)} ({self._why})"

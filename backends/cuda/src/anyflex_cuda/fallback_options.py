@@ -1,4 +1,4 @@
-"""Options of the portable kernels: whoever gives one gets those kernels."""
+"""Options of the portable kernels, each of which selects those kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def refused_options(given: Mapping[str, Any], names: tuple[str, ...]) -> str | N
     """Return why a call with options takes the portable kernel, or None.
 
     Args:
-        given: the user's, by name. One that is False asks for nothing.
-        names: of those that Hopper's kernel doesn't have.
+        given: the user's options by name. One that is False selects nothing.
+        names: options that Hopper's kernel doesn't have.
     """
     found = [name for name in names if given.get(name)]
     return f"the portable kernels have {' and '.join(found)}, and it doesn't" if found else None

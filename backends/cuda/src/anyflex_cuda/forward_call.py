@@ -1,6 +1,6 @@
-"""Launching forward on Hopper: which calls its kernel takes, and with which tiles.
+"""Launch of forward on Hopper: which calls its kernel takes, and with which tiles.
 
-`blackwell_call` shares what doesn't depend on the GPU.
+`blackwell_call` uses the parts that don't depend on the GPU.
 """
 
 from __future__ import annotations
@@ -54,40 +54,41 @@ __all__ = [
 _ROWS = 64
 """Query rows of a consumer warpgroup."""
 OUTS = 8
-"""Maximum number of layouts of outputs that a fit keeps, forward's with the mods: core allocates
-outputs by the query's layout."""
+"""Maximum number of layouts of outputs that a fit keeps. Few occur, because core allocates outputs
+in the query's layout."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
-"""Counter of tiles, where programs take more than one: to allocate it and to set it to zero are
-two more calls of the driver."""
+"""Counter of tiles. It is left out where each program takes one tile, which saves two driver
+calls: allocating it and setting it to zero."""
 
 DESCRIBED = {
     f"{letter}{part}_desc": name
     for letter, name in zip("qkvor", ("query", "key", "value", "out", "rest"), strict=True)
     for part in ("", "2")
 }
-"""Name of a descriptor, of columns' first or second part -> name of its tensor."""
+"""Map from the name of a descriptor, of the columns' first or second part, to the name of its
+tensor."""
 
 Lengths = tuple[int, ...]
 """Shape or strides of a tensor."""
 
 
 class Tiles(NamedTuple):
-    """How the kernel is compiled.
+    """Compile-time configuration of the kernel.
 
     Args:
-        consumers: warpgroups that compute, of 64 query rows each.
+        consumers: number of consumer warpgroups, with 64 query rows each.
         block_n: keys of a step.
-        stages: steps whose keys and values are in shared memory.
-        pinned: a softmax runs beside the product of the weights before it.
-        skips: sums are rescaled only where a row's largest score has grown.
-        apart: steps that may have dead pairs have a loop of their own, and the others one without
-            the mask's code: 0.94 to 1.01 of the time.
-        chains: in which a thread finds a row's largest score, 1 or 8; an operation waits for the
-            one before it in its chain. 8 are faster with two consumers of head dim 64, and where
-            wide queries have values of 128 columns.
-        dynamic: programs ask for their next tile; else they take every n-th.
-        registers: of a consumer's thread, of the producer's.
+        stages: pipeline stages: steps whose keys and values are in shared memory.
+        pinned: whether a softmax overlaps the product of the previous weights.
+        skips: whether the accumulator is rescaled only where some row_max has grown.
+        apart: whether steps that may have dead pairs have a loop of their own, so that the other
+            steps' loop has no mask code. That takes 0.94 to 1.01 of the time.
+        chains: number of dependency chains, 1 or 8, in which a thread reduces a row's scores to
+            their maximum. 8 are faster with two consumers of head dim 64, and where wide queries
+            have values of 128 columns.
+        dynamic: whether programs take the next free tile; else each takes every n-th.
+        registers: registers per thread of the consumers, and of the producer.
     """
 
     consumers: int
@@ -109,22 +110,22 @@ class Tiles(NamedTuple):
 def tiles_for(spec: Spec) -> Tiles:
     """Return the spec's tiles."""
     dims = max(spec.head_dim, spec.value_head_dim)
-    # Rows under masks that read tensors have few steps, and most of these have dead pairs.
+    # Under masks that read tensors rows have few steps, most of which have dead pairs.
     graph = spec.mask_graph
     apart = graph is not None and all(node.operation != "load" for node in graph.nodes)
     if dims <= 64:
-        # Three consumers are faster without a mask; under one, whose blocks must let them, only
-        # where rows are long.
+        # Three consumers are faster without a mask; under a mask, whose blocks must permit them,
+        # only where rows are long.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
         if thirds:
             return Tiles(3, 128, 3, True, True, apart, 1, True, (160, 24))
         return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))
     scored = spec.score_graph is not None
     if dims <= 96:
-        # Beside a score mod values have 96 columns too, which leaves room for a third stage.
+        # With a score mod values have 96 columns too, which leaves room for a third stage.
         return Tiles(2, 128, 3 if scored else 2, False, False, apart, 1, True, (240, 24))
     if dims <= 128:
-        # Steps of masks that read nothing are short, and most of them have no dead pair.
+        # Under masks that read nothing steps are short, and most have no dead pair.
         light = spec.mask_kind == "runs" and not scored and not spec.captured
         return Tiles(2, 128, 2, light, light, apart, 1, True, (240, 24))
     if spec.value_head_dim <= 128 and shares_room(spec):
@@ -135,18 +136,18 @@ def tiles_for(spec: Spec) -> Tiles:
 
 
 def small_tiles_for(spec: Spec) -> Tiles:
-    """Return the tiles of calls of which all `tiles_at_once`: one consumer each, so that more
-    multiprocessors work."""
+    """Return the tiles of calls whose tiles all run at once: one consumer each, so that more
+    multiprocessors work. See `tiles_at_once`."""
     dims = max(spec.head_dim, spec.value_head_dim)
     stages = 3 if dims <= 64 else 2
     return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, False, 1, True, (240, 24))
 
 
 def tiles_at_once(query: Lengths, device: torch.device) -> bool:
-    """Whether there is a multiprocessor for each tile of one consumer.
+    """Return whether there is a multiprocessor for each tile of one consumer.
 
     Args:
-        query: its shape.
+        query: shape of the query.
     """
     batch, heads, length, _ = query
     return -(-length // _ROWS) * batch * heads <= cores(device)
@@ -172,7 +173,7 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     """Return why no call of a spec takes Hopper's kernel, or None.
 
     Args:
-        tiles: of `tiles_for`, of which those of `small_tiles_for` are parts.
+        tiles: from `tiles_for`; those of `small_tiles_for` divide them.
     """
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
@@ -186,7 +187,8 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
 
 
 def parts_of(dim: int) -> tuple[int, ...]:
-    """Columns of each part of a tile in shared memory, and of a product: powers of two."""
+    """Return the columns of each part of a tile in shared memory, and of a product: powers of
+    two."""
     for parts in ((64,), (64, 32), (128,), (128, 64)):
         if dim <= sum(parts):
             return parts
@@ -196,24 +198,24 @@ def parts_of(dim: int) -> tuple[int, ...]:
 def value_parts_of(spec: Spec) -> tuple[int, ...]:
     """Return the parts of values and of out."""
     if spec.value_head_dim > 128:
-        # Out must have the queries' room.
+        # out must fit the queries' buffer.
         return parts_of(spec.head_dim)
     parts = parts_of(spec.value_head_dim)
-    # A product of 32 columns takes as long as one of 64: the room and the registers that two parts
-    # save are worth it beside a score mod alone, and out of one part fits wide queries' room.
+    # A product of 32 columns takes as long as one of 64. The memory and registers that two parts
+    # save are worth it only with a score mod; and out in one part fits wide queries' buffer.
     whole = spec.score_graph is None or spec.head_dim > 128
     return (128,) if len(parts) == 2 and whole else parts
 
 
 def shares_room(spec: Spec) -> bool:
-    """Whether out is stored from where the queries were: queries are wide, and out's parts are
-    their first ones."""
+    """Return whether out is stored from the queries' buffer: queries are wide, and out's parts are
+    the queries' first ones."""
     parts, value_parts = parts_of(spec.head_dim), value_parts_of(spec)
     return spec.head_dim > 128 and parts[: len(value_parts)] == value_parts
 
 
 def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of a tensor's descriptors."""
+    """Return the names of a tensor's descriptors."""
     return [name for name in boxes if DESCRIBED[name] == tensor]
 
 
@@ -221,10 +223,10 @@ def boxed_arguments(
     made: GluonPrograms, boxes: Mapping[str, tuple[int, ...]], score_mod: object,
     mask_mod: object, even: bool, lse: bool, max_scores: bool, rest: bool,
 ) -> tuple[dict[str, Types], dict[str, object]]:  # fmt: skip
-    """(types, constants) that forward's kernels in Gluon have in common. Arguments as of
-    `program_for`; boxes of `boxes_for`."""
+    """Return (types, constants) that forward's kernels in Gluon share. Arguments are as in
+    `program_for`, boxes from `boxes_for`."""
     spec = made.spec
-    # A missing part has no descriptor: to encode one takes the host a microsecond.
+    # A missing part has no descriptor, because encoding one takes the host a microsecond.
     absent = [] if rest else [*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"]
     if spec.mask_kind == "none":
         absent += ["tile_order", "order_strides", "ordered"]
@@ -269,8 +271,8 @@ def program_for(
     """Return the compiled kernel for a class of calls.
 
     Args:
-        mods: of `GluonPrograms.mods`.
-        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
+        mods: from `GluonPrograms.mods`.
+        even: whether the number of keys and the mask's block size are multiples of a step's.
         lse, max_scores, rest: which outputs beside out are wanted.
     """
     spec = made.spec
@@ -311,7 +313,7 @@ def program_for(
 
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Return what one load or store moves, by names of descriptors."""
+    """Return the boxes that one load or store moves, by names of descriptors."""
     parts = parts_of(spec.head_dim)
     value_parts = value_parts_of(spec)
     return {
@@ -325,18 +327,18 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 class Fit(NamedTuple):
-    """Return what follows from shapes and strides alone, of whichever call and mask.
+    """Launch parameters that follow from a call's shapes and strides alone.
 
     Args:
-        programs: take the tiles of all heads.
+        programs: number of programs that share the tiles of all heads.
         block_m: query rows of a tile.
         workspace: the counter of tiles, or nothing.
-        even: as `program_for`'s.
+        even: as in `program_for`.
         fixed: returns arguments of the kernel, given the strides of out and, if it is there, of
             rest.
-        ready: of such calls so far, by their mods, the outputs that are wanted and their strides:
-            the program and its fixed arguments. Kept by `Programs.kept` as the portable kernels',
-            and launched as theirs, a small call took the host 2 to 3 us of 23 longer.
+        ready: program and fixed arguments of such calls so far, by their mods, wanted outputs and
+            strides. With the portable kernels' cache (`Programs.kept`) and launch instead, a small
+            call took the host 2 to 3 us more than the 23 it takes.
     """
 
     programs: int
@@ -352,12 +354,12 @@ def fit_of(
     device: torch.device, query: Lengths, q_strides: Lengths, key: Lengths, k_strides: Lengths,
     value: Lengths, v_strides: Lengths,
 ) -> Fit | None:  # fmt: skip
-    """Return what a call's tensors are to the kernel, or None where `refusal` has a reason that
-    isn't their pointers'.
+    """Return a call's `Fit`, or None where `refusal` refuses it for a reason other than alignment
+    of pointers.
 
     Args:
         block_m, block_n: query rows of a tile, keys of a step.
-        boxes: of `boxes_for`.
+        boxes: from `boxes_for`.
         query, key, value: shapes.
     """
     spec = made.spec
@@ -403,9 +405,9 @@ def _with_out(
     """Return `Fit.fixed` for strides of the outputs.
 
     Args:
-        values: of query, key and value.
-        shape: of out and rest; `size` are the bytes of an element.
-        boxes: of `boxes_for`.
+        values: arguments that follow from query, key and value.
+        shape: shape of out and rest. size: bytes of an element.
+        boxes: from `boxes_for`.
     """
     found = {**values, "o_strides": strides[:3]}
     for name in _descriptors_of("out", boxes):
@@ -424,9 +426,9 @@ def launch_forward(
     """Launch the kernel for a call without `refusal`, on the current stream.
 
     Args:
-        fit: of the call's tensors.
-        needed_next: returns the programs that will be needed after it, which are compiled beside
-            it.
+        fit: the call's `Fit`.
+        needed_next: returns the programs that will be needed after the kernel, which are compiled
+            concurrently.
     """
 
     def program_of(mods: Mods) -> Program:
@@ -447,8 +449,8 @@ def launch_boxed(
     """Launch a kernel with `boxed_arguments` on the current stream.
 
     Args:
-        program_of: returns the kernel for such calls and outputs, given the mods; asked where that
-            isn't ready.
+        program_of: returns the kernel for such calls and outputs, given the mods; called where it
+            isn't in `Fit.ready`.
     """
     query, result, mask = call.query, out.out, call.mask
     values = made.common_values(call, None if mask is None else mask_rows(mask))
@@ -458,7 +460,7 @@ def launch_boxed(
     values["max_scores"] = or_else(out.max_scores, result)
     values["counter"] = out.workspace[0] if out.workspace else result
     if mask is not None:
-        # Where each program has one tile, all are taken at once.
+        # Order doesn't matter where each program has one tile.
         order = tile_order(mask, fit.block_m) if fit.workspace else None
         values["ordered"] = int(order is not None)
         values["tile_order"] = values["offsets"] if order is None else order.tiles
@@ -481,5 +483,5 @@ def launch_boxed(
 
 @lru_cache
 def cores(device: torch.device) -> int:
-    """Multiprocessors, each of which holds one program."""
+    """Return the number of multiprocessors, each of which holds one program."""
     return torch.cuda.get_device_properties(device).multi_processor_count

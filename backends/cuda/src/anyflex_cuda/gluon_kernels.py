@@ -1,4 +1,4 @@
-"""Signatures of a spec's kernels in Gluon: the portable ones', with mods for Gluon."""
+"""Signatures of a spec's kernels in Gluon: those of the portable kernels, with mods for Gluon."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 
 class GluonPrograms(Programs):
-    """Thread-safe. Its `mods` are for kernels in Gluon, its `program` makes such kernels.
+    """Programs of a spec in Gluon: `mods` are for such kernels, and `program` makes them.
+    Thread-safe.
 
     Args:
-        spec: what the backend accepted.
-        source: of the mods, by `anyflex_triton.mods.write_source`.
-        overrides: the user's options by name.
-        files: where compiled kernels are kept; see `Program`.
+        spec: spec that the backend accepted.
+        source: text of the mods, by `anyflex_triton.mods.write_source`.
+        overrides: user's options by name.
+        files: cache of compiled kernels on disk; see `Program`.
     """
 
     made_as = GluonProgram
@@ -37,20 +38,20 @@ class GluonPrograms(Programs):
         fast_tanh = bool(overrides.get("fast_tanh"))
         source = gluon_source(source + mask_scores_source(spec), fast_tanh)
         super().__init__(spec, source, "hopper", overrides, files=files)
-        # Else pointers are looked at: strides alone may be odd.
+        # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":
-            # Of tiles of query rows. A group of heads begins with its longest tiles: the more
-            # groups, the later the last one's begin, and all others have ended when they do. Under
-            # a causal mask forward with 8 heads took 1.04 to 1.15 of the time on an H100.
+            # None makes all heads one group. A group begins with its longest tiles of query rows:
+            # with more groups, the last one's begin when most programs have nothing else to do.
+            # Under a causal mask groups of 8 heads took 1.04 to 1.15 of the time on an H100.
             self.most_heads = None
 
     def kept_fit(self, call: Call, make: Callable[[Call], T]) -> T | None:
-        """Return what TMA's kernels need to know of a call's tensors, or None where they don't
+        """Return the cached fit of a call's tensors to kernels with TMA, or None where these don't
         take the call.
 
         Args:
-            make: returns it, given that pointers are aligned: it follows from shapes and strides.
+            make: returns the fit, which follows from shapes and strides, for aligned pointers.
         """
         if not self._begins_aligned:
             query, key, value = call.query, call.key, call.value
@@ -59,7 +60,7 @@ class GluonPrograms(Programs):
         kept = call.kept
         if kept is None:
             return make(call)
-        # False: nobody has asked.
+        # False marks a fit that isn't computed yet; None is a result.
         fit: T | Literal[False] = kept.get("anyflex_cuda.fit", False)
         if fit is False:
             fit = kept["anyflex_cuda.fit"] = make(call)

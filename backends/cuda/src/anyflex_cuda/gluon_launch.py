@@ -1,4 +1,4 @@
-"""Compiling and launching a kernel in Gluon, and the descriptors that TMA loads its tiles by."""
+"""Compilation and launch of kernels in Gluon, and the descriptors that TMA loads tiles by."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class GluonSource(TellsFrontEnd, GluonASTSource):  # type: ignore[misc]
 
 
 class GluonProgram(Program):
-    """A kernel made by ``gluon.jit`` with its types and constants; else as `Program`."""
+    """A `Program` whose kernel is made by ``gluon.jit``."""
 
     source_type = GluonSource
 
 
 @lru_cache
 def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
-    """Triton's name of the type of a `descriptor`, for `Program`'s types.
+    """Return Triton's name of the type of a `descriptor`, for `Program`'s types.
 
     Args:
-        dtype: of the tensor's elements.
-        box: what one load or store moves: rank and sizes.
+        dtype: type of the tensor's elements.
+        box: sizes of what one load or store moves.
     """
     shape = ", ".join(map(str, box))
     layout = gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
@@ -50,12 +50,14 @@ def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
 
 
 def descriptor(tensor: Tensor, box: tuple[int, ...]) -> Boxes:
-    """A descriptor of a tensor that `is_boxed`. Loads give 0 outside of it, stores leave it."""
+    """Return a descriptor of a tensor that `is_boxed`. Loads give 0 outside of it; stores there
+    are dropped."""
     return Boxes(tensor, *boxes_of(tensor.shape, tensor.stride(), tensor.element_size(), box))
 
 
 def row_descriptor(row_values: Tensor, count: int) -> Boxes:
-    """A descriptor of float32 rows, the last dimension's, that moves `count` of one's numbers."""
+    """Return a descriptor of float32 rows, along the last dimension, that moves `count` numbers of
+    a row."""
     length = row_values.shape[-1]
     rows = row_values.numel() // length
     return Boxes(row_values, [rows, length], [length, 1], [1, count])
@@ -72,7 +74,8 @@ def row_descriptor_type(count: int) -> str:
 def boxes_of(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return what `Boxes` takes beside the base. Shared: nobody may write to it.
+    """Return the arguments of `Boxes` after the base. The lists are cached and must not be written
+    to.
 
     Args:
         shape, strides: of a tensor, in elements of `size` bytes.
@@ -81,21 +84,21 @@ def boxes_of(
 
 
 def is_boxed(tensor: Tensor) -> bool:
-    """Whether TMA can load and store boxes of a tensor: its last dimension is contiguous, its
-    base and its other strides are multiples of 16 bytes, and none is 0."""
+    """Return whether TMA can load and store boxes of a tensor: its last dimension is contiguous,
+    its base and its other strides are multiples of 16 bytes, and none is 0."""
     return is_aligned(tensor.data_ptr()) and has_boxes(
         tensor.shape, tensor.stride(), tensor.element_size()
     )
 
 
 def is_aligned(pointers: int) -> bool:
-    """Return whether `is_boxed` takes a base, or several joined by "or"."""
+    """Return whether `is_boxed` accepts a base pointer, or several combined by bitwise or."""
     return pointers % BYTES == 0
 
 
 @lru_cache(4096)
 def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
-    """Return whether `is_boxed` takes shape and strides.
+    """Return whether `is_boxed` accepts shape and strides.
 
     Args:
         shape, strides: of a tensor, in elements of `size` bytes.
@@ -112,8 +115,8 @@ def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bo
 
 @lru_cache(4096)
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """A tensor's, in elements. That of a dimension of one element may be anything, and is made
-    what a contiguous tensor would have, rounded up."""
+    """Return a tensor's strides, in elements. The stride of a dimension of size 1 is arbitrary; it
+    is replaced by a contiguous tensor's, rounded up."""
     found = [1] * len(shape)
     span = 1
     for axis in reversed(range(len(shape))):

@@ -1,9 +1,9 @@
-"""Mods for kernels in Gluon: the portable text, but for what a layout must be said for.
+"""Mods for kernels in Gluon: the portable text, with operations that need a layout rebound.
 
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
-language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
-`anyflex_triton` serves here too, with six names of its text bound to `mod_operations`, and
-two to `mask_select_ptx`.
+language, and elementwise functions of ``tl`` keep a tensor's layout. So the text of
+`anyflex_triton` serves here too, with six of its names bound to `mod_operations`, and two to
+`mask_select_ptx`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REBOUND = {
 
 
 def gluon_source(source: str, fast_tanh: bool = False) -> str:
-    """Return the module for kernels in Gluon whose text for portable ones is `source`.
+    """Return the source for kernels in Gluon, given the source for portable ones.
 
     Indices and scores must come in layouts that broadcast with each other: a score [M, N] of
     layout L, ``q_idx`` [M, 1] and ``kv_idx`` [1, N], both of layout L too.
 
     Args:
-        source: by `anyflex_triton.mods.write_source`, before or after `source_for`.
-        fast_tanh: the option.
+        source: text by `anyflex_triton.mods.write_source`, before or after `source_for`.
+        fast_tanh: value of the option.
     """
     text = source.replace(IMPORTED_OPERATIONS, _IMPORTED)
     for name, ours in _REBOUND.items():

@@ -1,14 +1,14 @@
 """Backward on Hopper: dK, dV and dQ of 128 keys at a time, over the query rows that see them.
 
 A program has a producer of one warp, which loads by TMA, and two consumers of four warps, which
-own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores stand transposed, keys by
+own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores are transposed, keys by
 query rows, so that weights and their gradients are register operands of the products that make dV
-and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA,
-in the step after: the other consumer's have long been there then, consumers may be most of a step
-apart, and one's products run while the other makes weights. A step ends with the scores of the
-next in flight.
+and dK. A step's dQ is made from both consumers' score gradients, and TMA adds it to float32 sums,
+one step later: by then the other consumer's have long been written, so that consumers may be most
+of a step apart, and one's products overlap the other's softmax. A step ends with the next step's
+scores in flight.
 
-Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `repair_kernel`.
+`backward_rows.prepare_kernel` runs before it, `convert_kernel` and `repair_kernel` after it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["KEYS", "backward_kernel"]
 
 @record
 class StepLoads:
-    """Descriptors of query rows, dout and their values: arguments of `backward_kernel`."""
+    """Descriptors of query rows, dout and row values: arguments of `backward_kernel`."""
 
     query: Any
     dout: Any
@@ -49,10 +49,10 @@ class StepLoads:
 
 @record
 class StepMemory:
-    """Query rows, dout and their values of STAGES steps in shared memory, and barriers.
+    """Query rows, dout and row values of STAGES steps in shared memory, and barriers.
 
     Attributes:
-        q_full: query rows and lse_rows are loaded. do_full: dout and delta_rows are.
+        q_full: barriers; query rows and lse_rows are loaded. do_full: dout and delta_rows are.
     """
 
     q_tiles: Any
@@ -68,10 +68,10 @@ class StepMemory:
 
 @record
 class KeyMemory:
-    """Keys and values of a tile in shared memory, which tile it is, and barriers.
+    """Keys and values of a tile in shared memory, the tile's number, and barriers.
 
     Attributes:
-        full: a tile is loaded. empty: both consumers have read it.
+        full: barrier; a tile is loaded. empty: both consumers have read it.
     """
 
     k_tiles: Any
@@ -83,10 +83,10 @@ class KeyMemory:
 
 @record
 class DqMemory:
-    """Score gradients and dQ in shared memory, and where sums of dQ are.
+    """Score gradients and dQ in shared memory, and the descriptor of the sums of dQ.
 
     Attributes:
-        desc: argument dq_sums of `backward_kernel`.
+        desc: `backward_kernel`'s argument dq_sums.
     """
 
     ds_tiles: Any
@@ -97,7 +97,7 @@ class DqMemory:
 
 @record
 class KeyGrid:
-    """All tiles of keys: arguments of `backward_kernel`."""
+    """Sizes of the grid of key tiles: arguments of `backward_kernel`."""
 
     batch: Any
     heads: Any
@@ -114,12 +114,12 @@ class KeyGrid:
 
 @record
 class BackwardCall:
-    """Everything that a consumer is given.
+    """Arguments of a consumer.
 
     Attributes:
         memory, keys, dq, mask, grid: `StepMemory`, `KeyMemory`, `DqMemory`, `MaskRuns`, `KeyGrid`.
         mods, gradients: `Mods` and `ModGradients` of `anyflex_triton.kernel_records`.
-        the others: arguments of `backward_kernel`.
+        The others are arguments of `backward_kernel`.
     """
 
     dk_desc: Any
@@ -140,7 +140,7 @@ class StepHead:
     """Query head of a step.
 
     Attributes:
-        bh: the head, counted over all batch entries.
+        bh: number of the head, counted over all batch entries.
         n0: this consumer's first key.
     """
 
@@ -152,10 +152,11 @@ class StepHead:
 
 @record
 class KeySums:
-    """Gradients of a consumer's keys after some steps.
+    """Accumulators of a consumer's keys after some steps.
 
     Attributes:
-        last_bh, last_rows: coordinates of the last step's dQ; below 0 before a tile's first step.
+        last_bh, last_rows: coordinates of the previous step's dQ; negative before a tile's first
+            step.
     """
 
     dk: Any
@@ -168,18 +169,18 @@ class KeySums:
 # fmt: off
 
 KEYS = 128
-"""Keys of a tile: 64 for each consumer."""
+"""Keys of a tile, 64 for each consumer."""
 HALF = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-"""Steps whose query rows and dout are in shared memory. One stays until the next one's scores have
-begun."""
+"""Pipeline stages: steps whose query rows and dout are in shared memory. A step's stay until the
+next step's scores are issued."""
 DS_STAGES = gl.constexpr(3)
-"""Steps whose score gradients have a place: while one consumer writes a step's, the other may read
-those of two steps before."""
+"""Pipeline stages of score gradients: while one consumer writes a step's, the other may read those
+of two steps before."""
 FULL_RUN = gl.constexpr(1)
 
-# Barriers: one a slot of query rows, of which there may be two; one a consumer and step, for score
-# gradients that the other has written, of every other step the same.
+# Numbers of named barriers: one for each slot of query rows, at most two; and for score gradients
+# that the other consumer has written one for each consumer and parity of the step.
 OF_ROWS = gl.constexpr(8)
 OF_DS = gl.constexpr(10)
 
@@ -190,7 +191,8 @@ else:
 
     @core.builtin
     def _add(tensor_desc, coord, src, _semantic=None):
-        """Before Triton 3.8 the operation and its builder exist, this function doesn't."""
+        """Add a box by TMA. Triton before 3.8 has the operation and its builder, but not this
+        function."""
         places = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(
             ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, places, src.handle
@@ -199,21 +201,21 @@ else:
 
 @gluon.jit
 def now(x):
-    """x, of which compilers don't know that it is the same in every step: addresses that are made
-    of it take no registers through the loop. Without, hd128 under a causal mask spilled 30
-    registers a step."""
+    """Return x, and hide from compilers that it is loop invariant, so that addresses computed from
+    it aren't kept in registers through the loop. Without this, head dim 128 under a causal mask
+    spilled 30 registers a step."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
-# What producer and consumers agree on: tiles, runs, steps
+# Shared by producer and consumers: tiles, runs, steps
 
 
 @gluon.jit
 def tile_of(index, tiles, units, head_group):
-    """(tile, head), of keys: a few heads at a time, whose query rows and sums the second cache
-    holds, and of those the first tiles first, which under causal masks are the longest."""
+    """Return (tile, head) of keys. A few heads run at a time, so that L2 holds their query rows
+    and sums of dQ; their first tiles, the longest under causal masks, come first."""
     group = index // (head_group * tiles)
     first = group * head_group
     size = gl.minimum(head_group, units - first)
@@ -226,10 +228,11 @@ def whole_steps(
     tile, q_length, kv_length, RAGGED: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """(steps of a head, of which so many at the beginning have no row or key past the end).
+    """Return (number of a head's steps, number of those at its begin that have no row or key past
+    the end).
 
-    Rows past the end have weights of 0 for their lse is +inf, unless a score mod makes of their
-    scores non-finite values.
+    Rows past the end have lse +inf and thus weight 0, unless a score mod makes their scores
+    non-finite.
     """
     steps = gl.cdiv(q_length, BLOCK_M)
     if RAGGED:
@@ -242,7 +245,7 @@ def whole_steps(
 
 @gluon.jit
 def run_at(runs, r, steps, STEPS_A_BLOCK: gl.constexpr, HAS_MASK_MOD: gl.constexpr):
-    """(begin, end, whether no mask mod is asked) of a run, in steps."""
+    """Return (begin, end, whether the mask mod isn't evaluated) of a run, in steps."""
     at = runs + r * 3
     begin = gl.load(at) * STEPS_A_BLOCK
     end = gl.minimum(gl.load(at + 1) * STEPS_A_BLOCK, steps)
@@ -254,8 +257,8 @@ def run_at(runs, r, steps, STEPS_A_BLOCK: gl.constexpr, HAS_MASK_MOD: gl.constex
 
 @gluon.jit
 def steps_of(begin, end, full, whole, MASKED: gl.constexpr):
-    """Of a run those that need a mask's code, or the others; an empty range may end before it
-    begins."""
+    """Return the range of a run's steps that need mask code (MASKED), or of the others; an empty
+    range may end before it begins."""
     if MASKED:
         return gl.where(full, gl.maximum(begin, whole), begin), end
     else:
@@ -264,8 +267,8 @@ def steps_of(begin, end, full, whole, MASKED: gl.constexpr):
 
 @gluon.jit
 def row_of_step(i, rotation, stop, BLOCK_M: gl.constexpr, ROTATED: gl.constexpr):
-    """First query row. Without a mask, tiles begin at different rows: their sums of dQ would meet
-    at the same ones."""
+    """Return a step's first query row. Without a mask, tiles begin at different rows, so that they
+    don't all add to the same sums of dQ."""
     if ROTATED:
         i = i + rotation
         i = gl.where(i >= stop, i - stop, i)
@@ -274,7 +277,7 @@ def row_of_step(i, rotation, stop, BLOCK_M: gl.constexpr, ROTATED: gl.constexpr)
 
 @gluon.jit
 def head_of_stream(stream, kv_b, kv_head, GROUP: gl.constexpr, KV_SHARED: gl.constexpr):
-    """(batch entry, query head) of one that reads a key head."""
+    """Return (batch entry, query head) of one of the query heads that read a KV head."""
     b = stream // GROUP if KV_SHARED else kv_b
     return b, kv_head * GROUP + stream % GROUP
 
@@ -283,7 +286,7 @@ def head_of_stream(stream, kv_b, kv_head, GROUP: gl.constexpr, KV_SHARED: gl.con
 def runs_of(
     offsets, ends, mask_strides, b, h, tile, HAS_MASK: gl.constexpr, TILES_A_BLOCK: gl.constexpr,
 ):
-    """(first, end) of a tile's runs."""
+    """Return (first, end) of a tile's runs."""
     if HAS_MASK:
         at = b * mask_strides[0] + h * mask_strides[1] + tile // TILES_A_BLOCK
         return gl.load(offsets + at), gl.load(ends + at)
@@ -310,7 +313,7 @@ def load_step(it, m0, b, h, bh, batch_heads, loads, memory):
     mbarrier.expect(full, BLOCK_M * memory.D * 2 + BLOCK_M * 4)
     load_box(loads.query, [b, h, m0, 0], full, memory.q_tiles.index(slot))
     load_box(loads.row_values, [bh, m0], full, memory.lse_rows.index(slot))
-    # Its slot was let go together with the query rows'.
+    # Its slot was released together with the query rows'.
     full = memory.do_full.index(slot)
     mbarrier.expect(full, BLOCK_M * memory.DV * 2 + BLOCK_M * 4)
     load_box(loads.dout, [b, h, m0, 0], full, memory.do_tiles.index(slot))
@@ -322,7 +325,7 @@ def load_pass(
     it, run, last_run, steps, whole, rotation, b, h, loads, memory, mask, grid,
     MASKED: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
 ):
-    """As `consume_pass`."""
+    """Load the steps that `consume_pass` takes."""
     BLOCK_M: gl.constexpr = memory.BLOCK_M
     STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // BLOCK_M if mask.HAS_MASK else 1
     batch_heads = grid.batch * grid.heads
@@ -348,7 +351,7 @@ def produce(
     loads, k_desc, v_desc, counter, memory, keys, mask, grid, HAS_SCORE_MOD: gl.constexpr,
     HAS_MASK_MOD: gl.constexpr, DYNAMIC: gl.constexpr,
 ):
-    """Loads keys and values of a tile, then query rows, dout and their values step by step."""
+    """Load keys and values of each tile, then query rows, dout and row values step by step."""
     it = gl.to_tensor(0)
     count = gl.to_tensor(0)
     total = grid.tiles * grid.units
@@ -360,8 +363,8 @@ def produce(
         steps, whole = whole_steps(
             tile, grid.q_length, grid.kv_length, grid.RAGGED, HAS_SCORE_MOD, memory.BLOCK_M,
         )
-        # The consumers have read the keys and values of the tile before, and dV, without dQ dK
-        # too, has left these buffers.
+        # Wait until the consumers have read the previous tile's keys and values, and TMA has
+        # stored dV, and dK where there is no dQ, from these buffers.
         mbarrier.wait(keys.empty, (count & 1) ^ 1)
         say(keys.words, 0, index)
         mbarrier.expect(keys.full, 128 * (memory.D + memory.DV) * 2)
@@ -389,7 +392,8 @@ def produce(
                 HAS_MASK_MOD,
             )
         if DYNAMIC:
-            # Taken when the tile is loaded, two steps before the consumers end it.
+            # The next tile is taken when this one is loaded, two steps before the consumers end
+            # it.
             index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         else:
             index += gl.num_programs(0)
@@ -397,7 +401,7 @@ def produce(
     mbarrier.wait(keys.empty, (count & 1) ^ 1)
     say(keys.words, 0, index)
     mbarrier.arrive(keys.full, count=1)
-    # No barrier is left half full.
+    # Wait for the last slots, so that no barrier is left mid-phase.
     for last in range(gl.maximum(it - STAGES, 0), it):
         await_rows(last % STAGES)
 
@@ -410,14 +414,14 @@ def indices_of_step(
     m0, n0, q_length, kv_length, shifts, MASKED: gl.constexpr, RAGGED: gl.constexpr,
     BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):
-    """(q_idx [1, BLOCK_M], kv_idx [64, 1]) as mods are given them."""
+    """Return (q_idx [1, BLOCK_M], kv_idx [64, 1]) as mods get them."""
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     if MASKED and RAGGED:
         q_idx = gl.expand_dims(gl.minimum(m0 + columns, q_length - 1) + shifts[2], 0)
         kv_idx = gl.expand_dims(gl.minimum(keys, kv_length - 1) + shifts[3], 1)
     else:
-        # One sum for all columns: compilers would add its parts to each.
+        # `now` makes one sum for all columns; compilers would add its terms to each column.
         q_idx = gl.expand_dims(columns + now(m0 + shifts[2]), 0)
         kv_idx = gl.expand_dims(keys + shifts[3], 1)
     return q_idx, kv_idx
@@ -425,10 +429,10 @@ def indices_of_step(
 
 @gluon.jit
 def in_order_of_threads(x):
-    """[64, 64] of the layout of a product as [128, 32], of which each thread has 4 neighbours, and
-    8 threads a row: memory takes 16 bytes of each at a time. As rows and columns, two would meet
-    at a bank. `backward_rows.summed_rows` is the way back."""
-    # Rows by 16, by 8, by 2 and by 1, columns by 8, by 2 and by 1.
+    """Return [64, 64] in the layout of a product as [128, 32] in the order of threads: each thread
+    has 4 neighbours and 8 threads have a row, so that each store is of 16 bytes. In row-major
+    order stores would have two-way bank conflicts. `backward_rows.summed_rows` is the inverse."""
+    # Axes: rows by 16, by 8, by 2 and by 1; columns by 8, by 2 and by 1.
     parts = x.reshape([4, 2, 4, 2, 8, 4, 2])
     return parts.permute((4, 0, 2, 3, 5, 1, 6)).reshape([128, 32])
 
@@ -438,8 +442,8 @@ def begin_scores(
     it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):
-    """The product of keys and a step's query rows, in flight. If no such step is `there`, nothing
-    is waited for, and the product is of anything."""
+    """Return the product of keys and a step's query rows, in flight. Unless the step is `there`,
+    this doesn't wait for its rows, and the product is undefined."""
     slot = it % STAGES
     k = k_tiles.index(now(gl.to_tensor(ME))).reshape([64, D])
     q = q_tiles.index(slot).reshape([BLOCK_M, D])
@@ -450,8 +454,8 @@ def begin_scores(
 
 @gluon.jit
 def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr, DQ_LAYOUT: gl.constexpr):
-    """The product that makes this consumer's part of step `it`'s dQ, in flight: 64 of its columns
-    where D is 128, else 64 of its 128 rows."""
+    """Return the product that makes this consumer's part of step `it`'s dQ, in flight: 64 columns
+    where D is 128, else 64 of the 128 rows."""
     pair = it % DS_STAGES * 2
     first = now(gl.to_tensor(0))
     k0 = k_tiles.index(first).reshape([64, D])
@@ -471,15 +475,15 @@ def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr, DQ_LAYOUT
 
 @gluon.jit
 def wait_for_ds(it, there, ME: gl.constexpr):
-    """For both consumers' parts of step `it`'s, if it is `there`."""
+    """Wait for both consumers' parts of step `it`'s score gradients, if the step is `there`."""
     if there:
         named_barrier("sync", OF_DS + 2 * (it & 1) + ME, 256)
 
 
 @gluon.jit
 def place_dq(dq, half, dq_tiles):
-    """Where TMA takes it from."""
-    # The one before has left this buffer.
+    """Write dQ to the buffer that TMA adds it from."""
+    # Wait until TMA has read the previous dQ from this buffer.
     tma.store_wait(0)
     dq_tiles.index(half).reshape([128, 32]).store(in_order_of_threads(dq))
 
@@ -488,13 +492,13 @@ def place_dq(dq, half, dq_tiles):
 def add_step(
     sums, raw, more, it, m0, full, head, call, ME: gl.constexpr, MASKED: gl.constexpr,
 ):
-    """`KeySums` with what one step adds, and the raw products of the next, in flight, of anything
-    if there are no `more`. The dQ of the step before goes out.
+    """Take one step, and issue the previous step's dQ. Return `KeySums` and the next step's raw
+    products, in flight; these are undefined unless there are `more` steps.
 
-    Where neither D nor BLOCK_M is 128, a consumer adds what its own keys give, at once.
+    Where neither D nor BLOCK_M is 128, a consumer adds its own keys' part of dQ in the same step.
 
     Args:
-        raw: this step's products, in flight, and nothing else is.
+        raw: this step's products, the only ones in flight.
         head: `StepHead`. call: `BackwardCall`.
     """
     memory = call.memory
@@ -525,8 +529,9 @@ def add_step(
     q = memory.q_tiles.index(slot).reshape([BLOCK_M, D])
     do = memory.do_tiles.index(slot).reshape([BLOCK_M, DV])
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
-    # Before dout's product is issued: unless this wait leaves none in flight, ptxas takes what
-    # came round the loop for unfinished, and makes every product wait for the one before (C7514).
+    # This wait stands before dout's product is issued. Unless it leaves none in flight, ptxas
+    # treats the products carried around the loop as unfinished, and serializes all products
+    # (C7514).
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     mbarrier.wait(memory.do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -544,7 +549,8 @@ def add_step(
         ),
         q_length, kv_length, mods, gradients, MASKED, RAGGED,
     )
-    # Before the wait: it also keeps ptxas from moving the exponentials behind it.
+    # The conversion stands before the wait, which also keeps ptxas from sinking the exponentials
+    # below it.
     rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
     dv = warpgroup_mma(rounded, do, sums.dv, is_async=True)
     dweights = warpgroup_mma_wait(num_outstanding=1, deps=(dweights,))
@@ -553,9 +559,9 @@ def add_step(
         q_idx, kv_idx = indices_of_step(
             m0, head.n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
         )
-        # A pair that is dead has no weight, and to keep which are takes registers that aren't
-        # there. What others without a weight add is 0, or non-finite, as dQ is then; that, and
-        # what far rows add, whose lse2 is NaN, `repair_kernel` adds.
+        # A dead pair has weight 0; no registers are free to keep which pairs are dead. Other pairs
+        # of weight 0 add 0, or a non-finite value, and then dQ is non-finite too. `repair_kernel`
+        # adds those values, and what far rows add, whose lse2 is NaN.
         gradients.CAPTURED_GRADIENTS(
             weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")),
             head.b + shifts[0], head.h + shifts[1], q_idx, kv_idx, call.tables, mods.ints,
@@ -574,20 +580,23 @@ def add_step(
             dq = warpgroup_mma(ds0.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
             dq, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dv))
         else:
-            # The other consumer is past what it had to read where this step's are written.
+            # Wait until the other consumer has read the slot that this step's score gradients are
+            # written to.
             wait_for_ds(it - 1, last_rows >= 0, ME)
             place = it % DS_STAGES
             ds_tiles.index(place * 2 + half).store(ds)
             fence_async_shared()
-            # The other may be a step behind, and have the wait for the last one before it.
+            # The other consumer may be a step behind and still have to wait for the previous
+            # step's.
             named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)
-            # dQ first: it leaves while dK is made. In a tile's first step it is of anything.
+            # dQ is issued first, so that TMA adds it while dK is made. It is undefined in a tile's
+            # first step.
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D, DQ_LAYOUT)
             dk = warpgroup_mma(operand, q, sums.dk, is_async=True)
             dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
         place_dq(dq, half, dq_tiles)
-        # Not while dQ has its registers: there aren't enough for both, and ptxas would make every
-        # product wait for the one before (C7512).
+        # These scores aren't issued while dQ is in registers: there aren't enough for both, and
+        # ptxas would serialize all products (C7512).
         raw = begin_scores(
             it + 1, more, memory.q_tiles, keys.k_tiles, memory.q_full, ME, BLOCK_M, D, S_LAYOUT,
         )
@@ -595,7 +604,7 @@ def add_step(
         if ALONE:
             _add(call.dq.desc, [head.bh, m0 // 64 * 128, 0], dq_tiles.index(half))
         else:
-            # What TMA adds at places below 0 is an illegal instruction (seen on an H200).
+            # A TMA addition at negative coordinates is an illegal instruction (seen on an H200).
             if last_rows >= 0:
                 _add(call.dq.desc, [last_bh, last_rows, 0], dq_tiles.index(half))
             last_bh = head.bh
@@ -605,7 +614,7 @@ def add_step(
         raw = begin_scores(
             it + 1, more, memory.q_tiles, keys.k_tiles, memory.q_full, ME, BLOCK_M, D, S_LAYOUT,
         )
-    # All but the next step's scores.
+    # Wait for all products except the next step's scores.
     dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
     named_barrier("arrive", OF_ROWS + slot, 288)
     return KeySums(dk=dk, dv=dv, last_bh=last_bh, last_rows=last_rows), raw
@@ -616,7 +625,8 @@ def consume_steps(
     sums, it, start, stop, rotation, full, head, call, ME: gl.constexpr, MASKED: gl.constexpr,
     ROTATED: gl.constexpr,
 ):
-    """`KeySums` and the count of steps, after those from start to stop, one or more."""
+    """Take the steps from start to stop, at least one. Return `KeySums` and the number of steps so
+    far."""
     memory = call.memory
     BLOCK_M: gl.constexpr = memory.BLOCK_M
     raw = begin_scores(
@@ -627,7 +637,7 @@ def consume_steps(
         m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
         sums, raw = add_step(sums, raw, i + 1 < stop, it, m0, full, head, call, ME, MASKED)
         it += 1
-    # Of no step: what the last one has begun.
+    # Wait for the undefined product that the last step issued.
     warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     return sums, it
 
@@ -637,17 +647,18 @@ def consume_pass(
     sums, it, run, last_run, steps, whole, rotation, b, h, n0, call, ME: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """`KeySums` and the count of steps, after one head's steps that are MASKED, or after the
-    others: two loops, of which the second has no mask's code."""
+    """Take one head's MASKED steps, or the others: of the two loops only the first has mask code.
+    Return `KeySums` and the number of steps so far."""
     mask = call.mask
     head = StepHead(b=b, h=h, bh=b * call.grid.heads + h, n0=n0)
     if mask.HAS_MASK:
         HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
         STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // call.memory.BLOCK_M
         for r in range(run, last_run):
-            # Not a step ahead, though that would hide the loads: Triton 3.6 takes what a run hands
-            # to the next for what the first run was given (triton-loop-aware-cse), and every run
-            # for the first. The producer has just brought these into the first cache.
+            # The bounds aren't loaded one run ahead, although that would hide the latency: Triton
+            # 3.6 (triton-loop-aware-cse) replaces values carried from run to run by the first
+            # run's, and so takes every run for the first. The producer has just brought these
+            # bounds into L1.
             begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             if start < stop:
@@ -665,14 +676,14 @@ def consume_pass(
 
 @gluon.jit
 def is_finite(x):
-    """Whether all elements of x [64, columns] are."""
-    # One instruction an element, where a comparison of each would take three.
+    """Return whether all elements of x [64, columns] are finite."""
+    # The reduction takes one instruction per element; comparing each would take three.
     return gl.reduce(gl.reduce(gl.abs(x), 1, larger), 0, larger) < float("inf")
 
 
 @gluon.jit
 def consume(call, ME: gl.constexpr):
-    """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile.
+    """Compute dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile.
 
     Args:
         call: `BackwardCall`.
@@ -734,22 +745,22 @@ def consume(call, ME: gl.constexpr):
         last_bh = sums.last_bh
         last_rows = sums.last_rows
         if WANT_DQ and not ALONE:
-            # The last step's, while dV leaves; of anything if there was no step.
+            # The last step's dQ is made while TMA stores dV; it is undefined if there was no step.
             wait_for_ds(it - 1, last_rows >= 0, ME)
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D, DQ_LAYOUT)
-        # Whether `repair_kernel` has to take these keys again.
+        # If not fine, `repair_kernel` computes these keys again.
         fine = is_finite(dk) & is_finite(dv)
         gl.store(call.odd_keys + (unit * grid.tiles + tile) * 2 + ME, gl.where(fine, 0, 1))
-        # dV leaves by the buffer of this consumer's values, dK by the one that dQ has left, so
-        # that the next tile's keys come meanwhile.
+        # dV is stored from the buffer of this consumer's values, dK from the one that dQ no longer
+        # needs, so that the next tile's keys can be loaded meanwhile.
         v.store(dv.to(dtype))
         fence_async_shared()
         store_box(call.dv_desc, [kv_b, kv_head, n0, 0], keys.v_tiles.index(ME))
         if WANT_DQ:
             if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-            # dV has left, and all of this consumer's warps have the dQ that reads both halves of
-            # the keys: the next may come.
+            # TMA has stored dV, and all of this consumer's warps have the dQ that reads both
+            # halves of the keys: the next tile may be loaded.
             tma.store_wait(0)
             mbarrier.arrive(keys.empty, count=1)
             if not ALONE:
@@ -784,25 +795,27 @@ def backward_kernel(
     KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, DYNAMIC: gl.constexpr,
 ):
-    """dK and dV, and sums of dQ and of captured tensors' gradients.
+    """Backward kernel: dK and dV, and sums of dQ and of captured tensors' gradients.
 
     Args:
         query, dout: descriptors [B, Hq, L, E or Ev] of boxes of BLOCK_M rows, D or DV columns.
         key, value, dk, dv: descriptors [Bkv, Hkv, S, E or Ev] of boxes of 64 keys.
-        row_values: descriptor [4 * B * Hq, padded L] of boxes [1, BLOCK_M]: of
+        row_values: descriptor [4 * B * Hq, padded L] of boxes [1, BLOCK_M], written by
             `backward_rows.prepare_kernel`.
-        dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], added
-            to: each is 64 rows and 64 columns, see `in_order_of_threads`.
-        odd_keys: int32 [Bkv * Hkv, tiles * 2], filled: of 64 keys each, 1 where some dk or dv
-            is non-finite.
-        counter: int32, 0 before: how many tiles were taken beyond the first of each program.
-        totals: as `anyflex_triton.backward_queries`'s, where CAPTURED_GRADIENTS.
+        dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], which
+            the kernel adds to: each holds 64 rows and 64 columns in the order of
+            `in_order_of_threads`.
+        odd_keys: int32 [Bkv * Hkv, tiles * 2], written: for every 64 keys 1 if some dk or dv is
+            non-finite, else 0.
+        counter: int32, 0 before the launch: number of tiles taken beyond each program's first.
+        totals: as in `anyflex_triton.backward_queries`, where CAPTURED_GRADIENTS.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
             is a multiple of BLOCK_M, KV_BLOCK of 128.
-        units: Bkv * Hkv; head_group: of these, those that run at a time.
-        RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
-            mod.
-        DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
+        units: Bkv * Hkv. head_group: how many of them run at a time.
+        RAGGED: whether kv_length isn't a multiple of 128, or there is a score mod and q_length
+            isn't a multiple of BLOCK_M.
+        DYNAMIC: whether programs take the next free tile; else each takes every n-th tile of n
+            programs.
     """
     gl.static_assert(OF_ROWS + STAGES <= OF_DS, "each slot of query rows has a barrier")
     dtype: gl.constexpr = query.dtype
@@ -814,7 +827,7 @@ def backward_kernel(
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_values.layout)
     if WANT_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
-        # A consumer that adds what its own keys give has one place.
+        # A consumer that adds its own keys' part of dQ needs one slot.
         PLACES: gl.constexpr = 2 if BLOCK_M == 64 and D == 64 else DS_STAGES * 2
         ds_tiles = gl.allocate_shared_memory(dtype, [PLACES, 64, BLOCK_M], ds_layout)
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 128, 32], dq_sums.layout)
@@ -822,7 +835,7 @@ def backward_kernel(
         ds_tiles = lse_rows
         dq_tiles = lse_rows
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    # Which tile it is.
+    # Mailbox word with the tile's number.
     tile_words = gl.allocate_shared_memory(gl.int32, [1, 1], word)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -1,11 +1,11 @@
-"""Attention for a few query rows on Hopper: programs that stream keys and values without a pause.
+"""Attention for a few query rows on Hopper: programs that stream keys and values without pauses.
 
-A program has a share of all steps, whatever units they belong to (decode_steps.py), and is one
-producer warp and one warpgroup that computes. The producer has TMA load the share's keys and
-values into a ring, as far ahead as that has room, also across the ends of units. A unit's query
-rows are the 64 rows of a product of warpgroups, and the rest of those are zeros. At the end of a
-unit's part of the share its sums are written, and decode_parts.py has the last of its programs add
-them up. Where that were too much for one program, `decode_sums.combine_kernel` does so after it.
+A program has a share of all steps, whatever units they belong to (decode_steps.py). It consists of
+a producer warp and a consumer warpgroup. The producer has TMA load the share's keys and values
+into a ring, as far ahead as the ring has slots, also across the ends of units. A unit's query rows
+are padded with zeros to the 64 rows of a warpgroup's product. At the end of a unit's part of the
+share its sums are written, and the last of the unit's programs adds them up (decode_parts.py).
+Where that is too much work for one program, `decode_sums.combine_kernel` does it afterwards.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from anyflex_triton.device_functions import (
 
 __all__ = ["decode_kernel"]
 
-# Triton 3.8 has a new name for it.
+# Triton 3.8 renames this function.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-# Triton 3.7 has one for it.
+# Triton 3.7 adds `thread_barrier`.
 _all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @record
 class StepPlan:
-    """All steps of the call: arguments of `decode_kernel`.
+    """The call's steps: arguments of `decode_kernel`.
 
     Attributes:
-        steps: of the mask, behind `edges`: see `decode_steps.steps_kernel`.
+        steps: the mask's steps, stored behind `edges`: see `decode_steps.steps_kernel`.
     """
 
     edges: Any
@@ -86,10 +86,11 @@ class StepPlan:
 
 @record
 class DecodeRing:
-    """Keys and values of STAGES steps in shared memory, the words about the steps, and barriers.
+    """Keys and values of STAGES steps in shared memory, the mailbox words about the steps, and
+    barriers.
 
     Attributes:
-        k_full, v_full: a slot is loaded. empty: nobody reads it any more.
+        k_full, v_full: barriers; a slot is loaded. empty: nobody reads it any more.
     """
 
     k_bufs: Any
@@ -133,13 +134,13 @@ class DecodeTensors:
 
 @record
 class DecodeCall:
-    """Everything that the consumer is given.
+    """Arguments of the consumer.
 
     Attributes:
-        partial_sums: behind partial_out: see `decode_kernel`.
+        partial_sums: stored behind partial_out: see `decode_kernel`.
         results: `anyflex_triton.kernel_records.RowResults`.
         mods: `anyflex_triton.kernel_records.Mods`.
-        the others: arguments of `decode_kernel`.
+        The others are arguments of `decode_kernel`.
     """
 
     q_buf: Any
@@ -166,7 +167,8 @@ class UnitPart:
     """The part of a unit that is in a program's share.
 
     Attributes:
-        first_step: the unit's step that is the part's first. steps: the part's.
+        first_step: number of the part's first step within the unit. steps: number of the part's
+            steps.
     """
 
     b: Any
@@ -177,8 +179,8 @@ class UnitPart:
 
 @record
 class PartSums:
-    """What a part's steps leave of [ROWS] rows: the largest score, the sum of weights relative to
-    it, whether a score is NaN."""
+    """Softmax statistics of [ROWS] rows after a part's steps: the largest score, the sum of
+    weights relative to it, whether a score is NaN."""
 
     row_max: Any
     row_sum: Any
@@ -189,23 +191,24 @@ class PartSums:
 # fmt: off
 
 WORDS = gl.constexpr(2)
-"""Words about a step: as many as `decode_steps.steps_kernel` writes."""
+"""Number of mailbox words per step, as `decode_steps.steps_kernel` writes them."""
 
 
-# What producer and consumer agree on
+# Shared by producer and consumer
 
 @gluon.jit
 def steps_of_all(plan):
-    """Steps of all units."""
+    """Return the number of steps of all units."""
     return total_steps(plan.edges, plan.batch, plan.kv_heads, plan.unit_steps, plan.PLAN)
 
 
 @gluon.jit
 def unit_at(at, plan, WARPS: gl.constexpr):
-    """(batch entry, key head, step of that unit, its steps) of a step of all.
+    """Return (batch entry, KV head, step within the unit, number of the unit's steps) of step `at`
+    of all steps.
 
     Args:
-        WARPS: of who calls.
+        WARPS: number of the caller's warps.
     """
     if plan.PLAN == EACH:
         LANES: gl.constexpr = 32 * WARPS
@@ -230,7 +233,8 @@ def unit_at(at, plan, WARPS: gl.constexpr):
 
 @gluon.jit
 def step_of(plan, b, i):
-    """(first key, twice the keys plus 1 where no mask mod is asked) of a unit's step i."""
+    """Return (first key, twice the number of keys, plus 1 where no mask mod is evaluated) of a
+    unit's step i."""
     if plan.PLAN == NONE:
         first = i * plan.BLOCK_N
         return first, gl.minimum(plan.kv_length - first, plan.BLOCK_N) * 2 + 1
@@ -257,7 +261,7 @@ def produce(loads, ring, plan, ahead):
     """Load the steps of this program's share.
 
     Args:
-        ahead: steps of its first unit that are on their way already.
+        ahead: number of steps of its first unit that are in flight already.
     """
     PLAN: gl.constexpr = plan.PLAN
     total = steps_of_all(plan)
@@ -289,10 +293,10 @@ def query_columns(
     query, q_strides, b, kv_head, q_length, first_column, GROUP: gl.constexpr, DIM: gl.constexpr,
     COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """[ROWS, COLUMNS] of the query rows of a unit; 0 in other rows, and from DIM on."""
+    """Return [ROWS, COLUMNS] of a unit's query rows; 0 in other rows, and from column DIM on."""
     packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
-    # In units of what is loaded at a time.
+    # Offsets are counted in units of one load.
     of_rows = (
         gl.cast(b, gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         + row.to(gl.int64) * q_strides[2]
@@ -308,22 +312,22 @@ def load_queries(
     q_buf, query, q_strides, b, kv_head, q_length, GROUP: gl.constexpr, DIM: gl.constexpr,
     D: gl.constexpr,
 ):
-    """The query rows of a unit, for products of warpgroups."""
+    """Load a unit's query rows as an operand of warpgroup products."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     q_buf.store(query_columns(query, q_strides, b, kv_head, q_length, 0, GROUP, DIM, D, LAYOUT))
     fence_async_shared()
-    # Once here, or else in each step.
+    # One barrier here replaces one in each step.
     _all_threads()
 
 
 @gluon.jit
 def write_nonfinite_part(row_max, call, part, place):
-    """The sums of a part of a unit whose values aren't all finite, anew: see nonfinite_rows.py.
+    """Compute the sums of a part with non-finite values again: see nonfinite_rows.py.
 
     Args:
-        row_max: [ROWS] float32, of each row the largest score.
+        row_max: [ROWS] float32, the largest score of each row.
         part: `UnitPart`.
-        place: where the part's rows begin in partial_out.
+        place: offset of the part's rows in partial_out.
     """
     tensors = call.tensors
     mods = call.mods
@@ -376,7 +380,7 @@ def write_nonfinite_part(row_max, call, part, place):
                     call.tables, mods.ints, mods.floats, mods.MASK_MOD,
                 )
                 exponent = (scores - shift) * unit
-                # Products that are summed in another order may pass the largest.
+                # Products summed in another order may exceed row_max slightly.
                 weights = gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
                 v = load_part(
                     v_base, tensors.v_strides[2], first, end, first_column, tensors.VALUE_DIM,
@@ -395,12 +399,11 @@ def write_nonfinite_part(row_max, call, part, place):
 def write_part(
     acc, sums, is_nonfinite, call, part, OF_ROWS: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):
-    """Write the sums of a part of a unit. Unit by unit and program by program, each has its own
-    place.
+    """Write the sums of a part of a unit. Each pair of unit and program has its own place.
 
     Args:
         acc: [ROWS, DV], in O_LAYOUT. sums: `PartSums`, in OF_ROWS.
-        is_nonfinite: acc isn't to be had from products.
+        is_nonfinite: whether acc is non-finite and has to be computed without 0 * NaN.
     """
     VALUE_DIM: gl.constexpr = call.tensors.VALUE_DIM
     unit = part.b * call.plan.kv_heads + part.kv_head
@@ -426,7 +429,7 @@ def write_part(
 
 @gluon.jit
 def consume(call):
-    """Weigh the steps of this program's share, and write rows or sums of parts.
+    """Take the steps of this program's share, and write rows or sums of parts.
 
     Args:
         call: `DecodeCall`.
@@ -460,7 +463,8 @@ def consume(call):
     total_count = steps_of_all(plan)
     at, last = share_of(gl.program_id(0), programs, total_count, plan.groups)
     if call.ADDS and PLAN != NONE:
-        # Units without steps are in nobody's share. Here nobody waits for it: keys are on the way.
+        # Units without steps are in no program's share. Writing their rows here costs nothing
+        # while the first keys are in flight.
         for u in range(gl.program_id(0), plan.batch * plan.kv_heads, programs):
             b = u // plan.kv_heads
             _, count = steps_of_unit(
@@ -520,7 +524,8 @@ def consume(call):
             if call.results.WANT_MAX:
                 nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
             new_max = gl.maximum(row_max, gl.max(scores, 1))
-            # Subtracted first: it may be huge. Nobody waits for it: keys take longer.
+            # The shift is subtracted before scaling, because it may be huge. Latency of keys hides
+            # the cost.
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)
             weights = gl.exp2((scores - gl.expand_dims(shift, 1)) * unit)
             alpha = gl.exp2((row_max - shift) * unit)
@@ -538,7 +543,7 @@ def consume(call):
             step += 1
         rows_a_unit = tensors.GROUP * q_length
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=OF_OUT), 1)
-        # A non-finite value has reached rows that don't see it too: 0 * NaN is NaN.
+        # Non-finite values also reach rows that don't see them: 0 * NaN is NaN.
         zeros = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
         is_nonfinite = gl.max((zeros != zeros).to(gl.int32), 0) > 0
         sums = PartSums(row_max=row_max, row_sum=row_sum, nans=nans)
@@ -548,7 +553,7 @@ def consume(call):
                 write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
                 first_program = program_of(at - i, programs, total_count, plan.groups)
                 last_program = program_of(at - i + count - 1, programs, total_count, plan.groups)
-                # One thread counts, and says so for what all have stored.
+                # One thread counts, with release semantics for the stores of all.
                 _all_threads()
                 if counted(call.counts + u, call.mark) == last_program - first_program:
                     place = gl.cast(first_program + u, gl.int64) * rows_a_unit
@@ -562,8 +567,8 @@ def consume(call):
                     acc, gl.convert_layout(row_max, OF_OUT), gl.convert_layout(row_sum, OF_OUT),
                     gl.convert_layout(nans, OF_OUT), 0, outputs, b, kv_head, ROWS, O_LAYOUT,
                 )
-                # Not counted. But a mark that stays, and of which somebody overwrites the lowest
-                # bytes alone, would count in a later launch.
+                # This unit isn't counted. But a stale mark whose lowest bytes alone are
+                # overwritten would count in a later launch.
                 gl.store(call.counts + u, 0)
         else:
             write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
@@ -581,27 +586,27 @@ def decode_kernel(
     WANT_REST: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """The rows of each unit, or, without ADDS, the sums of each unit's part of each program's
-    share.
+    """Decoding kernel: each unit's rows, or, without ADDS, the sums of each part.
 
     Args:
         k_desc, v_desc: descriptors [B, Hkv, S, dims] of key and value; boxes of BLOCK_N rows, D or
             DV columns.
-        query: its strides (b, h, row) are counted in 8 elements.
-        key, value: for `write_nonfinite_part`, with strides (b, h, row).
+        query: pointer, with strides (b, h, row) in units of 8 elements.
+        key, value: pointers for `write_nonfinite_part`, with strides (b, h, row).
         partial_out: from `decode_steps.counts_floats` on [programs + units, GROUP * L, VALUE_DIM],
-            float32, relative to its own top: of program p and unit u at p + u. Behind it,
-            `decode_steps.sums_place`, partial_sums: [programs + units, GROUP * L, 3], float32: the
-            largest score, sum; where WANT_MAX, 1 if a score is NaN.
-        counts: int64 [units], the begin of partial_out, with whatever that holds: how many parts
-            of a unit are written, `decode_parts.begin_count`. To allocate one tensor less saves
-            the host two microseconds.
-        mark: as `decode_parts.begin_count`'s.
-        out, rest, tops, lse, max_scores, o_strides: as `decode_sums.combine_kernel`'s, for ADDS,
-            whose parts are added up here.
-        edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
-        unit_steps: of a unit, if PLAN is NONE. groups: as `decode_steps.share_of`'s.
-        tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
+            float32: the part of program p and unit u is at p + u, relative to its own row_max.
+            Behind it, from `decode_steps.sums_place` on, partial_sums: [programs + units, GROUP *
+            L, 3], float32: row_max, row_sum, and where WANT_MAX 1 if a score is NaN.
+        counts: int64 [units] at the begin of partial_out, uninitialized: number of a unit's parts
+            that are written, see `decode_parts.begin_count`. One tensor less to allocate saves the
+            host two microseconds.
+        mark: argument of `decode_parts.begin_count`.
+        out, rest, tops, lse, max_scores, o_strides: as in `decode_sums.combine_kernel`; used with
+            ADDS, where parts are added up here.
+        edges, most: as in `decode_steps.steps_kernel`, if PLAN isn't NONE.
+        unit_steps: number of a unit's steps, if PLAN is NONE. groups: argument of
+            `decode_steps.share_of`.
+        tables, ints, floats, shifts, scale: as in `anyflex_triton.forward`.
     """
     units = batch * kv_heads
     partial_out += counts_floats(units)
@@ -654,7 +659,8 @@ def decode_kernel(
     )
     ahead = gl.to_tensor(0)
     if PLAN == NONE:
-        # The first loads ask nobody where. So they don't wait until warps have got their parts.
+        # The first loads depend on nothing in shared memory, so they are issued before the warps
+        # get their roles.
         total = steps_of_all(plan)
         at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
         b, kv_head, i, count = unit_at(at, plan, 4)

@@ -1,13 +1,14 @@
-"""Attention forward on Hopper: a warp that loads, and warpgroups that compute, in one program.
+"""Attention forward on Hopper: a producer warp that loads and consumer warpgroups that compute.
 
-The producer takes tiles of query rows, one after the other, reads their rows of the block mask and
-has TMA load queries, keys and values into shared memory. It says there too what it loads, so that
-the consumers never read the mask: a tile's place and its counts of steps beside its queries, a
-step's keys beside the keys. Each consumer keeps 64 rows of the tile in registers: the product of a
-step's scores runs while the weights of the step before meet their values (FlashAttention-3: Shah
-et al., 2024), and the softmax of one consumer while the other's products run.
+The producer takes tiles of query rows one after the other, reads their rows of the block mask and
+has TMA load queries, keys and values into shared memory. It also writes there what it loads
+(`smem_mailbox`), so that consumers never read the mask: a tile's place and step counts beside its
+queries, a step's range of keys beside the keys. Each consumer keeps 64 rows of the tile in
+registers: the product that makes a step's scores overlaps the product of the previous step's
+weights with their values (FlashAttention-3: Shah et al., 2024), and one consumer's softmax
+overlaps the other's products.
 
-Descriptors, buffers and sums are tuples of parts: see `split_tiles`.
+Descriptors, buffers and accumulators are tuples of parts: see `split_tiles`.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ __all__ = ["forward_kernel"]
 
 @record
 class TileQueries:
-    """Each consumer's queries in shared memory, the words about their tile, and barriers.
+    """Each consumer's queries in shared memory, the mailbox words about their tile, and barriers.
 
     Attributes:
         full: a consumer's queries are loaded.
-        passed: counts consumers that are done with a tile without steps; where out shares the
-            queries' room, with any tile.
+        passed: barrier at which consumers arrive when they are done with a tile without steps;
+            where out shares the queries' buffer, with any tile.
     """
 
     bufs: Any
@@ -85,11 +86,11 @@ class TileQueries:
 
 @record
 class LoadedTile:
-    """A tile's place, and the words about it that its consumers read.
+    """A tile's place, and what the producer tells its consumers about it.
 
     Attributes:
-        masked, plain: counts of steps that may have dead pairs, and of the others.
-        first_step: the ring's.
+        masked, plain: number of steps that may have dead pairs, and of the other steps.
+        first_step: number of the tile's first step, counted over all tiles.
         empties, before: arguments of `await_tile`.
     """
 
@@ -110,7 +111,7 @@ class TileOutputs:
     """Descriptors of out and rest, and the shared memory that they are stored from.
 
     Attributes:
-        SHARES_ROOM: that memory is where the queries were.
+        SHARES_ROOM: whether that memory is the queries' buffer.
     """
 
     o_descs: Any
@@ -122,7 +123,8 @@ class TileOutputs:
 
 @record
 class EarlyReads:
-    """Functions of `anyflex_triton.mods` that read early, and the mods of what was read."""
+    """Functions of `anyflex_triton.mods` that prefetch captured values, and mods that take
+    them."""
 
     READ_ROWS: Any
     READ_COLUMNS: Any
@@ -132,7 +134,7 @@ class EarlyReads:
 
 @record
 class Tuning:
-    """Choices of how steps are taken: arguments of `forward_kernel`."""
+    """Tuning constants of the loop over steps: arguments of `forward_kernel`."""
 
     PINNED: Any
     SKIPS: Any
@@ -142,13 +144,13 @@ class Tuning:
 
 @record
 class ConsumerCall:
-    """Everything that a consumer is given.
+    """Arguments of a consumer.
 
     Attributes:
-        step_words: the words about the ring's steps.
-        mods: `anyflex_triton.kernel_records.Mods`, which read nothing early.
+        step_words: mailbox words about the ring's steps.
+        mods: `anyflex_triton.kernel_records.Mods`, which prefetch nothing.
         results: `anyflex_triton.kernel_records.RowResults`.
-        MASKED: some step may have dead pairs.
+        MASKED: whether any step may have dead pairs.
         EVEN: argument of `forward_kernel`.
     """
 
@@ -176,9 +178,9 @@ class SoftmaxState:
 
     Attributes:
         row_max: the largest score so far.
-        base: row_max in powers of two, which weights are relative to.
-        row_sums: a row's four sums of weights, of QUARTERS.
-        nans: where WANT_MAX, whether a score was NaN, which a maximum doesn't tell.
+        base: row_max as an exponent of two; weights are relative to 2^base.
+        row_sums: four partial row_sums per row, in layout QUARTERS.
+        nans: where WANT_MAX, whether a score was NaN; the maximum doesn't propagate NaN.
     """
 
     row_max: Any
@@ -196,14 +198,15 @@ QUARTERS = gl.constexpr(
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 4],
     )
 )
-"""Layout [ROWS, 4] of one element a row and thread: four threads share two rows of a product."""
+"""Layout [ROWS, 4] with one element per row and thread: four threads share two rows of a
+product."""
 
 
 @gluon.jit
 def pin(x):
-    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a
-    softmax behind the wait for products that it could run beside. What never happens, but might
-    depend on x, it leaves in its place: a sum is never this negative NaN."""
+    """Return x, and keep the exponentials that make it before the next wait. ptxas would otherwise
+    sink a softmax below the wait for products that it should overlap. This is a scheduling
+    barrier: a volatile store, predicated on x being one negative NaN that a row_sum never is."""
     never: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 a; mov.u32 a, 0; setp.eq.u32 p, $1, 0xffc0dead; "
         "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }"
@@ -215,11 +218,12 @@ def pin(x):
 
 @gluon.jit
 def handed_over(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
-    """Weights as they are handed to the next step: halves, or, where that may be another loop's
-    (APART), words of two: halves ptxas would take apart and put together in each step.
+    """Return weights in the form in which a step hands them to the next: 16-bit values, or, where
+    the next step may run in another loop (APART), 32-bit words of two. ptxas would unpack and
+    repack 16-bit values in each step.
 
     Args:
-        dtype: of values; LAYOUT: of their products.
+        dtype: type of values. LAYOUT: layout of their products.
     """
     if APART:
         low, high = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
@@ -234,7 +238,7 @@ def handed_over(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.co
 
 @gluon.jit
 def operand_of(handed, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
-    """What `handed_over` returned, as a product takes it."""
+    """Return the result of `handed_over` as an operand of a product."""
     if APART:
         low = handed.to(gl.int16).to(dtype, bitcast=True)
         high = (handed >> 16).to(gl.int16).to(dtype, bitcast=True)
@@ -253,7 +257,7 @@ def count_steps(
     runs, run, last_run, kv_length, KV_BLOCK: gl.constexpr, HAS_MASK: gl.constexpr,
     EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
-    """(steps that may have dead pairs, steps that have none) of a row of runs."""
+    """Return (number of steps that may have dead pairs, number of others) of a row of runs."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if HAS_MASK:
         masked = gl.to_tensor(0)
@@ -278,14 +282,14 @@ def count_steps(
 
 @gluon.jit
 def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
-    """Wait until no consumer reads the queries of the tile before, nor what was said of it: it has
+    """Wait until no consumer reads the previous tile's queries or mailbox words any more: each has
     the scores of that tile's last step.
 
     Args:
-        step: the next.
-        empties: how many tiles without a step there were; where queries and out share their room,
-            how many tiles.
-        before: 0 if there was no tile, 2 if `passed` tells, else 1.
+        step: number of the next step.
+        empties: number of tiles without a step so far; where queries and out share a buffer,
+            number of all tiles.
+        before: 0 if there was no previous tile; 2 if `passed` signals its end; else 1.
     """
     if before == 1:
         mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
@@ -295,7 +299,7 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_queries(descs, queries, ring, tile, step):
-    """The rows of a tile, and what is said of it, for each consumer."""
+    """Load a tile's query rows, and write its mailbox words, for each consumer."""
     await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)
     for c in gl.static_range(queries.CONSUMERS):
         say(queries.words, c * WORDS, tile.first_row)
@@ -312,8 +316,8 @@ def load_queries(descs, queries, ring, tile, step):
 
 @gluon.jit
 def load_step(descs, queries, ring, step_words, tile, step, first, end, full):
-    """Load keys and values of a step. A tile's queries come between those of its first step: there
-    is room for keys earlier."""
+    """Load keys and values of a step. A tile's queries are loaded between its first step's keys
+    and values, because a slot for keys is free earlier."""
     slot = step % ring.STAGES
     phase = ((step // ring.STAGES) & 1) ^ 1
     mbarrier.wait(ring.k_empty.index(slot), phase)
@@ -337,10 +341,11 @@ def load_step(descs, queries, ring, step_words, tile, step, first, end, full):
 def load_steps(
     descs, queries, ring, step_words, tile, mask, kv_length, run, last_run, step, may_be_dead,
 ):
-    """The steps of a row of runs that have dead pairs if any have (`may_be_dead`), or its others.
-    Returns the step after.
+    """Load the steps of a row of runs that may have dead pairs (`may_be_dead`), or its other
+    steps. Return the number of the next step.
 
-    A function of its own, for Triton walks through the body of a loop in three others 16 times.
+    This is a separate function because Triton visits the body of a loop inside three others 16
+    times.
     """
     for r in range(run, last_run):
         begin, end, full = bounded_run(mask.runs, r, mask.KV_BLOCK, kv_length, mask.HAS_MASK)
@@ -375,7 +380,7 @@ def produce(
         if schedule.DYNAMIC:
             following = count
             if gl.num_programs(0) < count:
-                # Asked for early: the answer takes as long as a step.
+                # Issued early: the atomic's latency is that of a step.
                 following = gl.num_programs(0) + gl.atomic_add(schedule.counter, 1, sem="relaxed")
         else:
             following = at + gl.num_programs(0)
@@ -404,7 +409,7 @@ def produce(
             b=b, h=h, kv_b=kv_b, kv_head=kv_head, first_row=first_row, masked=masked, plain=plain,
             first_step=step, empties=empties, before=before,
         )
-        # First what may have dead pairs, then the rest, whose loop, where APART, has no mask's
+        # Steps that may have dead pairs come first. Where APART, the other steps' loop has no mask
         # code.
         for part in range(2):
             step = load_steps(
@@ -419,7 +424,7 @@ def produce(
         else:
             before = gl.to_tensor(1)
         at = following
-    # No more tiles.
+    # Tell the consumers that there are no more tiles.
     await_tile(ring.k_empty, queries.passed, step, empties, before, ring.STAGES)
     for c in gl.static_range(queries.CONSUMERS):
         say(queries.words, c * WORDS, -1)
@@ -432,11 +437,11 @@ def produce(
 def said_of_step(
     step_words, slot, masked, MASKED: gl.constexpr, EVEN: gl.constexpr, ALWAYS: gl.constexpr
 ):
-    """(first key, end, whether FULL) of a step as far as its weights need them, before its slot is
-    given back.
+    """Return (first key, end, whether FULL) of a step, as far as its weights need them. Call it
+    before the step's slot is released.
 
     Args:
-        ALWAYS: the first key is needed without a mask too.
+        ALWAYS: whether the first key is needed without a mask too.
     """
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
@@ -455,8 +460,9 @@ def said_of_step(
 
 @gluon.jit
 def tables_of_step(inputs, mods, first, kv_length, BLOCK_N: gl.constexpr):
-    """`inputs.tables` with what a step's keys alone decide: a key a thread, on the way while
-    products run. In the layout of scores each thread would read a quarter of them, one by one."""
+    """Return `inputs.tables` with the captured values that a step's keys alone decide. Each thread
+    loads one key's, while products run; in the layout of scores it would load a quarter of them
+    one by one."""
     if mods.READ_COLUMNS is None:
         return inputs.tables
     else:
@@ -469,14 +475,14 @@ def tables_of_step(inputs, mods, first, kv_length, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
-    """The largest score of each row. A thread has a quarter of each of its two rows, of which it
-    finds the largest in CHAINS chains of operations that don't wait for each other."""
+    """Return each row's largest score. A thread holds a quarter of each of its two rows, and
+    reduces it in CHAINS independent chains of operations."""
     if CHAINS == 1:
         return gl.max(scores, 1)
     else:
         gl.static_assert(CHAINS % 2 == 0 and scores.shape[1] % (4 * CHAINS) == 0)
-        # Of each eight columns a thread has two: nothing moves between threads before the last
-        # maximum, of QUARTERS.
+        # A thread holds two of each eight columns, so nothing moves between threads before the
+        # last maximum, over QUARTERS.
         parts = scores.reshape([ROWS, scores.shape[1] // (4 * CHAINS), CHAINS // 2, 4, 2])
         parts = gl.max(gl.max(gl.max(parts, 1), 3), 1)
         parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
@@ -489,16 +495,16 @@ def weights_of(
     raw, softmax, first, end, full, masked, inputs, mods, call, MASKED: gl.constexpr,
     EVEN: gl.constexpr,
 ):
-    """(weights, alpha, SoftmaxState) after a step whose scores are `raw`: one of an online
-    softmax, as in `anyflex_triton.forward.forward_step`.
+    """Return (weights, alpha, SoftmaxState) after one step of the online softmax, as in
+    `anyflex_triton.forward.forward_step`.
 
     Args:
-        masked: whether some pair of the step may be dead, where MASKED.
+        raw: products of the step. masked: where MASKED, whether some pair of the step may be dead.
         inputs: `ModInputs`, whose tables have been read for this step.
     """
     BLOCK_N: gl.constexpr = call.ring.BLOCK_N
     S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_N)
-    # Where tiles end with the keys, no FULL step has dead pairs.
+    # EVEN: tiles end with the keys, so no FULL step has dead pairs.
     scores = scores_of_step(
         raw, first, end, None if EVEN else full, masked, inputs, call.kv_length, mods, MASKED,
         EVEN, S_LAYOUT, BLOCK_N,
@@ -512,7 +518,7 @@ def weights_of(
     shift = gl.where(base <= -FAR, 0.0, base)
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
     alpha = gl.exp2(softmax.base - shift)
-    # Each thread sums its own weights: they are added up when the tile ends.
+    # Each thread sums its own weights; the partial sums are added up when the tile ends.
     parts = gl.sum(gl.sum(weights.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
     parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
@@ -524,7 +530,7 @@ def weights_of(
 
 @gluon.jit
 def products_of_keys(q_bufs, k_bufs, ME: gl.constexpr, slot, S_LAYOUT: gl.constexpr):
-    """Scores of a step, on their way."""
+    """Return a step's scores, in flight."""
     BLOCK_N: gl.constexpr = k_bufs[0].shape[3]
     later = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     for p in gl.static_range(len(k_bufs)):
@@ -536,7 +542,7 @@ def products_of_keys(q_bufs, k_bufs, ME: gl.constexpr, slot, S_LAYOUT: gl.conste
 
 @gluon.jit
 def products_of_handed(handed, v_bufs, slot, acc, APART: gl.constexpr):
-    """`products_of_values` of what was `handed_over`."""
+    """Return `products_of_values` for weights that were `handed_over`."""
     FIRST: gl.constexpr = layout_of_products(acc[0].shape[1])
     return products_of_values(
         operand_of(handed, v_bufs[0].dtype, FIRST, APART), v_bufs, slot, acc,
@@ -545,7 +551,7 @@ def products_of_handed(handed, v_bufs, slot, acc, APART: gl.constexpr):
 
 @gluon.jit
 def multiplied(acc, factors, SKIPS: gl.constexpr):
-    """A part's sums with a factor for each row.
+    """Return a part's accumulator times a factor per row.
 
     Args:
         SKIPS: see `rescaled`.
@@ -561,7 +567,7 @@ def multiplied(acc, factors, SKIPS: gl.constexpr):
 
 @gluon.jit
 def all_multiplied(acc, factors, SKIPS: gl.constexpr):
-    """`multiplied` of each part."""
+    """Apply `multiplied` to each part."""
     products = acc[:0]
     for p in gl.static_range(len(acc)):
         products = products + (multiplied(acc[p], factors, SKIPS),)
@@ -570,7 +576,7 @@ def all_multiplied(acc, factors, SKIPS: gl.constexpr):
 
 @gluon.jit
 def with_tables(inputs, tables):
-    """`ModInputs` with other tables."""
+    """Return `inputs`, `ModInputs`, with other tables."""
     return ModInputs(b=inputs.b, h=inputs.h, q_idx=inputs.q_idx, kv_idx=None, tables=tables)
 
 
@@ -579,8 +585,8 @@ def advance(
     step, handed, acc, softmax, masked, inputs, mods, call, ME: gl.constexpr, MASKED: gl.constexpr,
     EVEN: gl.constexpr,
 ):
-    """One step: its scores, while the weights of the step before (`handed`) meet their values;
-    then its weights."""
+    """Take one step: issue its scores, multiply the previous step's weights (`handed`) with their
+    values meanwhile, then make its weights."""
     ring = call.ring
     S_LAYOUT: gl.constexpr = layout_of_products(ring.BLOCK_N)
     ALWAYS: gl.constexpr = mods.SCORE_MOD is not None or mods.READ_COLUMNS is not None
@@ -589,9 +595,9 @@ def advance(
     mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)
     first, end, full = said_of_step(call.step_words, slot, masked, MASKED, EVEN, ALWAYS)
     if call.tuning.APART and MASKED:
-        # In a loop of such steps alone compilers mustn't know that there are no others: behind a
-        # branch a mask is evaluated pair by pair, without it all pairs' conditions come before the
-        # scores are there, and are kept as bits.
+        # This condition is always true where all steps of the loop are masked, which compilers
+        # must not see. Behind a branch they evaluate the mask pair by pair; without one they hoist
+        # all pairs' conditions above the scores and keep them as bits.
         masked = said(call.step_words, slot * WORDS + 2) >= 0
     tables = tables_of_step(inputs, mods, first, call.kv_length, ring.BLOCK_N)
     raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
@@ -615,7 +621,7 @@ def advance(
 
 @gluon.jit
 def consume(call, ME: gl.constexpr):
-    """All tiles' rows of consumer ME.
+    """Compute the rows of all tiles that belong to consumer ME.
 
     Args:
         call: `ConsumerCall`.
@@ -707,13 +713,13 @@ def consume(call, ME: gl.constexpr):
         row_max = softmax.row_max
         base = softmax.base
         row_sum = gl.convert_layout(gl.sum(softmax.row_sums, 1), OF_ROWS, assert_trivial=True)
-        # A non-finite value has reached rows that don't see it too, because 0 * NaN is NaN. And
-        # weights of far rows are lost.
+        # Non-finite values also reach rows that don't see them, because 0 * NaN is NaN; and the
+        # weights of far rows have lost their precision.
         inexact = is_far(row_max, base)
         for p in gl.static_range(len(acc)):
             none = gl.convert_layout(gl.sum(acc[p] * 0.0, 1), OF_ROWS)
             inexact |= none != none
-        # Rounding of the base: weights are relative to it, not to row_max.
+        # Correct for rounding: weights are relative to base, not to row_max.
         excess = gl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
         if gl.max(inexact.to(gl.int32), 0) > 0:
             row_max, row_sum = write_nonfinite_rows(
@@ -722,11 +728,11 @@ def consume(call, ME: gl.constexpr):
             )
             excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
-            # A row without a live pair has 0 here, and gives 0. NaN stays.
+            # A row without a live pair has row_sum 0 and gives 0. NaN stays NaN.
             dead = (row_max == float("-inf")) & (row_sum == row_sum)
             inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, row_sum))
             acc = all_multiplied(acc, inverse, False)
-            # The tile before may still be read.
+            # TMA may still read the previous tile's rows.
             tma.store_wait(0)
             place_parts(acc, outputs.o_bufs, ME, False)
             if WANT_REST and not SHARES_ROOM:
@@ -768,34 +774,36 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
+    """Forward kernel: each program takes tiles of 64 * CONSUMERS query rows of one head until none
+    are left.
 
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
-            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Of rest nothing
-            is there without WANT_REST.
-        q2_desc, k2_desc, v2_desc, o2_desc, r2_desc: of the second part, None where there is none;
-            then the first ones' boxes have the columns of the first.
-        query, key, value, out, rest: for `write_nonfinite_rows`, with strides (b, h, row); DIM and
-            VALUE_DIM are their columns.
+            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Without WANT_REST
+            rest's arguments are None.
+        q2_desc, k2_desc, v2_desc, o2_desc, r2_desc: descriptors of the second part of the columns,
+            or None; the first descriptors' boxes have the columns of the first part.
+        query, key, value, out, rest: pointers for `write_nonfinite_rows`, with strides (b, h,
+            row); DIM and VALUE_DIM are their columns.
         tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
         lse, max_scores: [B, Hq, L], float32.
-        counter: int32, zero at first: tiles that were taken beyond each program's first. Read
-            where DYNAMIC and programs are fewer than tiles.
-        tile_order, order_strides, ordered: of `anyflex_cuda.tile_order`, None without a mask; read
-            where `ordered` isn't 0, else the order is a head's last tiles first.
+        counter: int32, 0 before the launch: number of tiles taken beyond each program's first.
+            Used where DYNAMIC and programs are fewer than tiles.
+        tile_order, order_strides, ordered: from `anyflex_cuda.tile_order`, None without a mask.
+            Where `ordered` is 0 a head's last tiles come first.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
-        Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
-        EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
-        PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
-        SKIPS: products with factors of 1 are jumped over: see `rescaled`.
-        APART: steps that may have dead pairs have a loop of their own.
-        CHAINS: of `largest_of`.
-        SHARES_ROOM: out and rest, whose parts are as wide as the queries' first ones, are stored
-            from where these were, for all don't fit.
-        READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_SCORES: of `anyflex_triton.mods`, for
-            the loops; the first two None where nothing is read early.
+        Q_BLOCK, KV_BLOCK: block size of the mask; Q_BLOCK is a multiple of a tile's rows.
+        EVEN: whether kv_length and KV_BLOCK are multiples of BLOCK_N.
+        PINNED: whether a step's softmax overlaps the product of the previous weights: see `pin`.
+        SKIPS: whether warps skip rescaling by factors of 1: see `rescaled`.
+        APART: whether steps that may have dead pairs have a loop of their own.
+        CHAINS: argument of `largest_of`.
+        SHARES_ROOM: whether out and rest are stored from the queries' buffers, because shared
+            memory has no room for both; their parts are as wide as the queries' first ones.
+        READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_SCORES: functions of
+            `anyflex_triton.mods`, for the loops; the first two are None where nothing is
+            prefetched.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

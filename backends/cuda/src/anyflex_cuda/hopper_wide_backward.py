@@ -1,17 +1,17 @@
 """Backward on Hopper above head dim 128: a kernel that makes dK and dV, and one that makes dQ.
 
-Registers of a warpgroup hold one gradient of 64 rows, beside a step's scores. So a program that
-makes dK and dV, of 64 keys, has a consumer of four warps for each: that of dV makes the weights,
-and hands what is left of them after the score mod's derivative to that of dK, which makes dout's
-products with the values meanwhile. A program that makes dQ, of 128 query rows, has two consumers
-of 64 rows each, which need nothing of each other. A producer of one warp loads by TMA. Either way
-a step's scores are those of own rows (keys, query rows) by columns (query rows, keys), so that
-what is made of them is a register operand of the product that adds to the gradient.
+The registers of a warpgroup hold one gradient of 64 rows beside a step's scores. So a program that
+makes dK and dV of 64 keys has a consumer of four warps for each. The consumer of dV makes the
+weights and hands them, times the score mod's derivative, to the consumer of dK, which multiplies
+dout with the values meanwhile. A program that makes dQ of 128 query rows has two independent
+consumers of 64 rows each. A producer of one warp loads by TMA. In both kernels a step's scores are
+own rows (keys, or query rows) by columns (query rows, or keys), so that the weights are a register
+operand of the product that adds to the gradient.
 
-Scores and dout's products are computed twice, 7 products where `hopper_backward` has 5; but
-nothing is added up in memory, and all sums repeat to the last bit.
+Scores and dout's products are computed twice: 7 products where `hopper_backward` has 5. But
+nothing is added up in memory, and all sums are bitwise reproducible.
 
-Before them runs `backward_rows.prepare_kernel`, after them `repair_kernel`.
+`backward_rows.prepare_kernel` runs before them, `repair_kernel` after them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = ["key_kernel", "query_kernel"]
 
 @record
 class WideGrid:
-    """All tiles: arguments of the kernels."""
+    """Sizes of the grid of tiles: arguments of the kernels."""
 
     batch: Any
     heads: Any
@@ -78,14 +78,14 @@ class WideGrid:
 @record
 class WideMemory:
     """Shared memory that products read: own rows (of keys and values, or of queries and dout), and
-    a ring of what is stepped over.
+    a ring of the steps' tensors.
 
     Attributes:
-        own, own_later: tiles of own rows that the first and the second tensor are multiplied with.
-        first, second: tiles of a step's first tensor, which scores are made of, and of its second.
+        own, own_later: tiles of own rows, multiplied with the first and the second tensor.
+        first, second: tiles of a step's first tensor, which makes the scores, and of its second.
         rows: lse2 and delta of a step's query rows, or None.
         first_full, second_full: barriers of slots that are loaded.
-        factors: where the consumer of dV hands over what that of dK takes, or None.
+        factors: buffer in which the consumer of dV hands factors to that of dK, or None.
     """
 
     own: Any
@@ -100,7 +100,7 @@ class WideMemory:
 
 @record
 class WideLoads:
-    """Descriptors: own rows' two tensors, a step's two, and row values or None.
+    """Descriptors of own rows' two tensors, of a step's two, and of row values or None.
 
     Attributes:
         D, DV: columns of the first and of the second tensors.
@@ -117,15 +117,15 @@ class WideLoads:
 
 @record
 class WideCall:
-    """Everything that a consumer is given beside what it writes.
+    """Arguments of a consumer except its outputs.
 
     Attributes:
         memory, mask, grid: `WideMemory`, `MaskRuns`, `WideGrid`.
         mods, gradients: `Mods` and `ModGradients` of `anyflex_triton.kernel_records`.
         row_values, padded_length: arguments of `query_kernel`; None for dK and dV.
-        odd: argument odd_keys or odd_rows.
-        words: by which the consumer of dK says whether it is fine.
-        OWN_BLOCK, STEP_BLOCK: the mask's blocks of own rows and of steps.
+        odd: the kernel's argument odd_keys or odd_rows.
+        words: mailbox word by which the consumer of dK says whether dK is finite.
+        OWN_BLOCK, STEP_BLOCK: the mask's block sizes along own rows and along steps.
     """
 
     odd: Any
@@ -148,7 +148,7 @@ class OwnRows:
     """64 own rows of a consumer.
 
     Attributes:
-        first: their first. lse2, delta: [64, 1] of query rows; None for keys.
+        first: number of the first row. lse2, delta: [64, 1] of query rows; None for keys.
     """
 
     first: Any
@@ -160,21 +160,21 @@ class OwnRows:
 # fmt: off
 
 STEP = gl.constexpr(64)
-"""Columns of a step: query rows for dK and dV, keys for dQ."""
+"""Columns of a step, which are query rows for dK and dV, keys for dQ."""
 STAGES = gl.constexpr(2)
-"""Steps whose first tensor, of which scores are made, is in shared memory; for dK and dV the
-second, dout, too: for dQ there is room for one step's values."""
+"""Pipeline stages: steps whose first tensor, which makes the scores, is in shared memory. For dK
+and dV the second tensor, dout, has as many; for dQ there is room for one step's values."""
 
-# Barriers, two of each, one a slot: of a step's first tensor and of its second; when dV's consumer
-# has placed what dK's takes, and when that has it. At a tile's end dK's consumer says by the first
-# of PLACED whether dK is fine.
+# Numbers of named barriers, two of each kind, one per slot: a step's first tensor is read, its
+# second tensor is read, dV's consumer has placed factors, dK's consumer has taken them. At the end
+# of a tile dK's consumer reports by the first of PLACED whether dK is finite.
 OF_FIRST = gl.constexpr(8)
 OF_SECOND = gl.constexpr(10)
 PLACED = gl.constexpr(12)
 TAKEN = gl.constexpr(14)
 
 
-# What producer and consumers agree on: runs, steps
+# Shared by producer and consumers: runs, steps
 
 
 @gluon.jit
@@ -182,15 +182,16 @@ def whole_steps(
     tile, q_length, kv_length, RAGGED: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
     OF_QUERIES: gl.constexpr,
 ):
-    """(steps of a head, of which so many at the beginning have no row or key past the end that
-    could matter)."""
+    """Return (number of a head's steps, number of those at its begin that have no row or key past
+    the end that could matter)."""
     steps = gl.cdiv(kv_length if OF_QUERIES else q_length, STEP)
     if not RAGGED:
         return steps, steps
     elif OF_QUERIES:
         return steps, kv_length // STEP
     else:
-        # Rows past the end have weights of 0, for their lse is +inf, but for what a mod makes.
+        # Rows past the end have lse +inf and thus weight 0, unless a score mod makes their scores
+        # non-finite.
         whole = q_length // STEP if HAS_SCORE_MOD else steps
         return steps, gl.where((tile + 1) * 64 > kv_length, 0, whole)
 
@@ -203,7 +204,7 @@ def load_slot(
     it, first, b, h, OF_SLOT: gl.constexpr, descs, tiles, full, SLOTS: gl.constexpr,
     BYTES: gl.constexpr,
 ):
-    """A step's first tensor, or its second, when both consumers have let its slot go."""
+    """Load a step's first tensor, or its second, when both consumers have released its slot."""
     slot = it % SLOTS
     if it >= SLOTS:
         named_barrier("sync", OF_SLOT + slot, 288, 1)
@@ -226,7 +227,7 @@ def load_step(it, first, b, h, at_rows, loads, memory):
     if memory.rows is not None:
         slot = it % SECOND_SLOTS
         for i in gl.static_range(2):
-            # lse2 and delta.
+            # Load lse2 and delta.
             load_box(
                 loads.row_values, [at_rows[i], first], memory.second_full.index(slot),
                 memory.rows[i].index(slot),
@@ -238,7 +239,7 @@ def load_pass(
     it, run, last_run, steps, whole, b, h, at_rows, loads, memory, mask, MASKED: gl.constexpr,
     HAS_MASK_MOD: gl.constexpr, STEPS_A_BLOCK: gl.constexpr,
 ):
-    """As `consume_pass`."""
+    """Load the steps that `consume_pass` takes."""
     if mask.HAS_MASK:
         for r in range(run, last_run):
             begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
@@ -259,7 +260,7 @@ def produce(
     loads, memory, own_full, mask, grid, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
     OWN_BLOCK: gl.constexpr, STEP_BLOCK: gl.constexpr, OF_QUERIES: gl.constexpr,
 ):
-    """Loads the rows of a tile, then step by step what they see."""
+    """Load a tile's own rows, then the tensors of their steps."""
     ROWS: gl.constexpr = 128 if OF_QUERIES else 64
     TILES_A_BLOCK: gl.constexpr = OWN_BLOCK // ROWS
     STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if mask.HAS_MASK else 1
@@ -297,7 +298,7 @@ def produce(
             it, run, last_run, steps, whole, step_b, step_h, at_rows, loads, memory, mask, False,
             HAS_MASK_MOD, STEPS_A_BLOCK,
         )
-    # No barrier is left half full.
+    # Wait for the last slots, so that no barrier is left mid-phase.
     SECOND_SLOTS: gl.constexpr = memory.second_full.shape[0]
     for last in range(gl.maximum(it - STAGES, 0), it):
         named_barrier("sync", OF_FIRST + last % STAGES, 288, 1)
@@ -307,7 +308,8 @@ def produce(
 
 @gluon.jit
 def tile_of_this(tiles, units, heads, head_group, OF_QUERIES: gl.constexpr):
-    """(tile, batch entry, head), the longest under causal masks first."""
+    """Return (tile, batch entry, head) of this program; the longest tiles under causal masks come
+    first."""
     tile, unit = tile_of(gl.program_id(0), tiles, units, head_group)
     if OF_QUERIES:
         tile = tiles - 1 - tile
@@ -316,7 +318,7 @@ def tile_of_this(tiles, units, heads, head_group, OF_QUERIES: gl.constexpr):
 
 @gluon.jit
 def streams_of(batch, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, OF_QUERIES: gl.constexpr):
-    """Query heads that a tile sees."""
+    """Return the number of query heads that a tile sees."""
     if OF_QUERIES:
         return 1
     else:
@@ -327,7 +329,7 @@ def streams_of(batch, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, OF_QUERIES: 
 def head_of(
     stream, own_b, own_h, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, OF_QUERIES: gl.constexpr,
 ):
-    """(batch entry, query head) of one of `streams_of`."""
+    """Return (batch entry, query head) of one of `streams_of`."""
     if OF_QUERIES:
         return own_b, own_h
     else:
@@ -341,8 +343,8 @@ def head_of(
 def begin_products(
     it, there, own_tiles, tiles, full, HALF: gl.constexpr,
 ):
-    """Of 64 own rows with a step's, in flight. If no such step is `there`, nothing is waited for,
-    and they are of anything."""
+    """Return products of 64 own rows with a step's tensor, in flight. Unless the step is `there`,
+    this doesn't wait for the tensor, and the products are undefined."""
     slot = it % full.shape[0]
     mbarrier.wait(full.index(slot), (it // full.shape[0]) & 1, pred=there)
     half = now(gl.to_tensor(HALF))
@@ -358,7 +360,7 @@ def begin_products(
 def weights_of_step(
     raw, lse2, first, own_rows, full, b, h, call, MASKED: gl.constexpr, OF_QUERIES: gl.constexpr,
 ):
-    """(weights, weights times the score mod's derivative) [64, STEP]."""
+    """Return (weights, weights times the score mod's derivative), each [64, STEP]."""
     S_LAYOUT: gl.constexpr = layout_of_products(STEP)
     mods = call.mods
     grid = call.grid
@@ -371,7 +373,7 @@ def weights_of_step(
     if MASKED and grid.RAGGED:
         q_idx = gl.minimum(rows, grid.q_length - 1) + mods.shifts[2]
         kv_idx = gl.minimum(keys, grid.kv_length - 1) + mods.shifts[3]
-    # One sum for all columns: compilers would add its parts to each.
+    # `now` makes one sum for all columns; compilers would add its terms to each column.
     elif OF_QUERIES:
         q_idx, kv_idx = rows + mods.shifts[2], columns + now(first + mods.shifts[3])
     else:
@@ -389,7 +391,7 @@ def weights_of_step(
 
 @gluon.jit
 def operand_of(x, acc, dtype: gl.constexpr):
-    """x, rounded, as a factor of the products that are added to acc."""
+    """Return x, rounded, as an operand of the products that are added to acc."""
     LAYOUT: gl.constexpr = layout_of_products(acc[0].shape[1])
     return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))
 
@@ -398,10 +400,10 @@ def operand_of(x, acc, dtype: gl.constexpr):
 def add_to_dv(
     dv, raw, more, it, first, own_rows, full, b, h, call, MASKED: gl.constexpr,
 ):
-    """(dV with what one step adds, the raw products of the next, in flight).
+    """Take one step. Return (dV, the next step's raw products, in flight).
 
     Args:
-        raw: this step's, in flight, and nothing else is.
+        raw: this step's products, the only ones in flight.
     """
     memory = call.memory
     slot = it % STAGES
@@ -426,17 +428,17 @@ def add_to_dv(
 
 @gluon.jit
 def add_to_dk(dk, raw, more, it, memory):
-    """(dK with what one step adds, dout's products of the next, in flight).
+    """Take one step. Return (dK, the next step's products of dout, in flight).
 
     Args:
-        raw: this step's, in flight, and nothing else is.
+        raw: this step's products, the only ones in flight.
     """
     S_LAYOUT: gl.constexpr = layout_of_products(STEP)
     slot = it % STAGES
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     dweights = raw - memory.rows[1].index(slot).load(S_LAYOUT)
     named_barrier("arrive", OF_SECOND + slot, 288)
-    # The other one has had this step's scores by then, so the query rows are there.
+    # The other consumer has this step's scores by then, so the query rows are loaded.
     named_barrier("sync", PLACED + slot, 256)
     ds = memory.factors.index(slot).load(S_LAYOUT) * dweights
     named_barrier("arrive", TAKEN + slot, 256)
@@ -452,15 +454,16 @@ def add_to_dk(dk, raw, more, it, memory):
 def add_to_dq(
     dq, raw, more, it, first, own_rows, full, b, h, call, ME: gl.constexpr, MASKED: gl.constexpr,
 ):
-    """(dQ with what one step adds, the raw products of the next, in flight).
+    """Take one step. Return (dQ, the next step's raw products, in flight).
 
     Args:
-        raw: this step's, in flight, and nothing else is.
+        raw: this step's products, the only ones in flight.
     """
     memory = call.memory
     slot = it % STAGES
-    # Before the next products are issued: unless this wait leaves none in flight, ptxas takes what
-    # came round the loop for unfinished, and makes every product wait for the one before (C7514).
+    # This wait stands before the next products are issued. Unless it leaves none in flight, ptxas
+    # treats the products carried around the loop as unfinished, and serializes all products
+    # (C7514).
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     dweights = begin_products(
         it, True, memory.own_later, memory.second, memory.second_full, ME,
@@ -469,12 +472,12 @@ def add_to_dq(
         raw, own_rows.lse2, first, own_rows, full, b, h, call, MASKED, True,
     )
     dweights = warpgroup_mma_wait(num_outstanding=0, deps=(dweights,))
-    # The second tensor has one slot.
+    # The second tensor has one slot, which is released here.
     named_barrier("arrive", OF_SECOND, 288)
     ds = operand_of(factor * (dweights - own_rows.delta), dq, memory.first[0].dtype)
     later = products_of_values(ds, memory.first, slot, dq)
     raw = begin_products(it + 1, more, memory.own, memory.first, memory.first_full, ME)
-    # All but the next step's scores.
+    # Wait for all products except the next step's scores.
     dq = awaited(later, len(memory.first))
     named_barrier("arrive", OF_FIRST + slot, 288)
     return dq, raw
@@ -485,7 +488,8 @@ def consume_steps(
     acc, it, start, stop, own_rows, full, b, h, call, ME: gl.constexpr, MASKED: gl.constexpr,
     GRADIENT: gl.constexpr,
 ):
-    """The gradient and the count of steps, after those from start to stop, one or more."""
+    """Take the steps from start to stop, at least one. Return the gradient and the number of steps
+    so far."""
     memory = call.memory
     if GRADIENT == "k":
         raw = begin_products(it, True, memory.own_later, memory.second, memory.second_full, 0)
@@ -503,7 +507,7 @@ def consume_steps(
                 acc, raw, i + 1 < stop, it, i * STEP, own_rows, full, b, h, call, ME, MASKED,
             )
         it += 1
-    # Of no step: what the last one has begun.
+    # Wait for the undefined products that the last step issued.
     warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     return acc, it
 
@@ -513,12 +517,12 @@ def consume_pass(
     acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME: gl.constexpr,
     MASKED: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, GRADIENT: gl.constexpr,
 ):
-    """The gradient and the count of steps, after one head's steps that are MASKED, or after the
-    others: two loops, of which the second has no mask's code."""
+    """Take one head's MASKED steps, or the others: of the two loops only the first has mask code.
+    Return the gradient and the number of steps so far."""
     if call.mask.HAS_MASK:
         HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
         for r in range(run, last_run):
-            # Not a step ahead: see `hopper_backward.consume_pass`.
+            # The bounds aren't loaded one run ahead: see `hopper_backward.consume_pass`.
             begin, end, full = run_at(call.mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             if start < stop:
@@ -536,7 +540,8 @@ def consume_pass(
 
 @gluon.jit
 def rows_of(row_values, unit, own_first, units, padded_length, S_LAYOUT: gl.constexpr):
-    """(lse2 [64, 1], delta [64, 1], whether some row is far) of query rows, which are padded."""
+    """Return (lse2 [64, 1], delta [64, 1], whether some row is far) of query rows, whose values
+    are padded."""
     at = gl.cast(unit, gl.int64) * padded_length + own_first
     at = at + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     lse2 = gl.load(row_values + at)
@@ -547,7 +552,7 @@ def rows_of(row_values, unit, own_first, units, padded_length, S_LAYOUT: gl.cons
 
 @gluon.jit
 def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr):
-    """A gradient of 64 rows, of dQ number ME of two.
+    """Compute a gradient of 64 rows; for dQ, of the half ME of the tile.
 
     Args:
         call: `WideCall`.
@@ -594,32 +599,33 @@ def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr
             GRADIENT,
         )
     if GRADIENT == "v":
-        # No barrier is left half full.
+        # Wait for the last slots, so that no barrier is left mid-phase.
         for last in range(gl.maximum(it - STAGES, 0), it):
             named_barrier("sync", TAKEN + last % STAGES, 256)
     if OF_QUERIES:
-        # A non-finite value, and a mod, may make anything of rows past the end.
+        # Non-finite values and mods may have made rows past the end arbitrary.
         acc = all_inside(acc, own_first, grid.q_length)
-    # Whether `repair_kernel` has to take these rows again.
+    # If not fine, `repair_kernel` computes these rows again.
     fine = is_finite(acc[0])
     if len(acc) > 1:
         fine = fine & is_finite(acc[1])
     if OF_QUERIES:
-        # Of a score mod without a slope by the score far rows' gradients are 0.
+        # Far rows' gradients would be 0, not NaN, where the score mod has no derivative by the
+        # score.
         fine = fine & (far == 0)
     found = gl.where(fine, 0, 1)
     if GRADIENT == "k":
         say(call.words, 0, found, 4)
-        # The other one, which has seen the last steps taken, places nothing any more.
+        # The other consumer has seen the last steps taken and places no more factors.
         named_barrier("arrive", PLACED, 256)
     elif GRADIENT == "v":
         named_barrier("sync", PLACED, 256)
         gl.store(call.odd + unit * tiles + tile, found | said(call.words, 0))
     else:
         gl.store(call.odd + (unit * tiles + tile) * 2 + ME, found)
-    # Where dK goes the other one reads keys: for scores, the last of which came before it placed
-    # the last factors, and ahead of no step, for products of anything. Where dV goes values are
-    # read, and the other one has just said that it is done.
+    # dK overwrites the keys, which the other consumer read for its last scores, before it placed
+    # the last factors; after that it reads them for undefined products only. dV overwrites the
+    # values, and the other consumer has just signalled that it is done with them.
     place_parts(
         acc if GRADIENT == "v" else scaled(acc, call.mods.scale), out_tiles, ME, False,
     )
@@ -630,7 +636,7 @@ def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr
 
 @gluon.jit
 def zeros_of_parts(descs):
-    """Sums of each part at first."""
+    """Return zero accumulators, one for each part."""
     found = descs[:0]
     for p in gl.static_range(len(descs)):
         found = found + (zeros_of(descs[p].block_shape[3]),)
@@ -639,7 +645,7 @@ def zeros_of_parts(descs):
 
 @gluon.jit
 def inside(acc, first, end):
-    """A part, 0 in rows past the end."""
+    """Return a part with 0 in rows past the end."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, layout_of_products(acc.shape[1]))
     rows = first + gl.arange(0, 64, layout=OF_ROWS)
     return gl.where(gl.expand_dims(rows < end, 1), acc, 0.0)
@@ -647,7 +653,7 @@ def inside(acc, first, end):
 
 @gluon.jit
 def all_inside(acc, first, end):
-    """`inside` of each part."""
+    """Apply `inside` to each part."""
     found = acc[:0]
     for p in gl.static_range(len(acc)):
         found = found + (inside(acc[p], first, end),)
@@ -656,7 +662,7 @@ def all_inside(acc, first, end):
 
 @gluon.jit
 def scaled(acc, scale):
-    """Each part with that factor."""
+    """Return each part times scale."""
     found = acc[:0]
     for p in gl.static_range(len(acc)):
         found = found + (acc[p] * scale,)
@@ -665,7 +671,7 @@ def scaled(acc, scale):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr):
-    """That many, each for one arrival."""
+    """Return COUNT mbarriers, each for one arrival."""
     found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(found.index(i), count=1)
@@ -681,19 +687,20 @@ def key_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
-    """dK and dV, of 64 keys a program.
+    """Kernel of dK and dV, 64 keys per program.
 
     Args:
         key, value, query, dout, dk, dv: descriptors [B, H, length, E or Ev] of boxes of 64 rows
-            and so many columns as the first of `forward_call.parts_of`; with _2 of the second,
-            None where there is none.
-        row_values: descriptor [4 * B * Hq, padded L] of boxes [1, 64]: of
+            and the columns of the first of `forward_call.parts_of`; names with _2 are of the
+            second part, or None.
+        row_values: descriptor [4 * B * Hq, padded L] of boxes [1, 64], written by
             `backward_rows.prepare_kernel`.
-        odd_keys: int32 [Bkv * Hkv, tiles], filled: of 64 keys each, 1 where some dk or dv isn't
-            finite.
+        odd_keys: int32 [Bkv * Hkv, tiles], written: for every 64 keys 1 if some dk or dv is
+            non-finite, else 0.
         offsets, ends, runs: of the transposed mask. Both blocks are multiples of 64.
-        units: Bkv * Hkv; head_group: of these, those that run at a time.
-        RAGGED: kv_length is no multiple of 64, or q_length none and there is a score mod.
+        units: Bkv * Hkv. head_group: how many of them run at a time.
+        RAGGED: whether kv_length isn't a multiple of 64, or there is a score mod and q_length
+            isn't a multiple of 64.
     """
     k_descs = descriptors(key, key_2)
     v_descs = descriptors(value, value_2)
@@ -707,11 +714,11 @@ def key_kernel(
     do_tiles = buffers(do_descs, STAGES)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, STEP], row_values.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, STEP], row_values.layout)
-    # Two of a thread's neighbours at a time, eight rows of a warp at other banks each.
+    # A thread stores two neighbours at a time; the eight rows of a warp lie in different banks.
     OF_FACTORS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, 64, STEP], OF_FACTORS)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    # Whether dK has to be made again.
+    # Mailbox word that says whether dK is finite.
     words = gl.allocate_shared_memory(gl.int32, [1, 1], word)
     kv_full = barriers(1)
     q_full = barriers(STAGES)
@@ -769,16 +776,16 @@ def query_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
-    """dQ, of 128 query rows a program.
+    """Kernel of dQ, 128 query rows per program.
 
     Args:
-        query, dout, key, value, dq: as of `key_kernel`.
-        row_values: float32 [4, B, Hq, padded_length], of `backward_rows.prepare_kernel`.
-        odd_rows: int32 [B * Hq, tiles * 2], filled: of 64 rows each, 1 where `repair_kernel` has
-            to make dQ again.
-        offsets, ends, runs: of the mask. Q_BLOCK is a multiple of 128, KV_BLOCK of 64.
-        units: B * Hq; head_group: of these, those that run at a time.
-        RAGGED: kv_length is no multiple of 64.
+        query, dout, key, value, dq: as in `key_kernel`.
+        row_values: float32 [4, B, Hq, padded_length], written by `backward_rows.prepare_kernel`.
+        odd_rows: int32 [B * Hq, tiles * 2], written: for every 64 rows 1 if `repair_kernel` must
+            compute dQ again, else 0.
+        offsets, ends, runs: rows of the mask. Q_BLOCK is a multiple of 128, KV_BLOCK of 64.
+        units: B * Hq. head_group: how many of them run at a time.
+        RAGGED: whether kv_length isn't a multiple of 64.
     """
     q_descs = descriptors(query, query_2)
     do_descs = descriptors(dout, dout_2)

@@ -1,4 +1,5 @@
-"""A spec compiled for Hopper: its own kernels where they take a call, else the portable ones."""
+"""Kernel of a spec on Hopper: Hopper's own kernels where they take a call, else the portable
+ones."""
 
 from __future__ import annotations
 
@@ -56,18 +57,18 @@ from anyflex_triton.building import (
 __all__ = ["CudaKernel"]
 
 _SHAPES = 1024
-"""LRU size of a spec's cache of backward's workspaces, in call shapes."""
+"""Size of a spec's LRU cache of backward's workspaces, in call shapes."""
 
 
 def _nobody() -> None:
-    """Stand for a reference to a call that is gone."""
+    """Stand in for a weak reference to a call that is gone."""
 
 
 class CudaKernel(TritonKernel):
-    """Chooses and launches.
+    """Chooses and launches the kernels of one spec.
 
     Args:
-        spec, source, target, overrides, tuner, files: as `TritonKernel`'s.
+        spec, source, target, overrides, tuner, files: as in `TritonKernel`.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class CudaKernel(TritonKernel):
         )
         want_dq = makes_dq(spec)
         self._portable_gradients = portable_gradients(spec, want_dq)
-        # Weights that backward computes again must be those that forward had: where a part of a
-        # training call is the portable kernels', its tanh is exact throughout.
+        # Backward must recompute the weights that forward had. So where portable kernels do part
+        # of a training call, its tanh is exact throughout.
         whole = not spec.needs_backward or (
             (self._refused or self._refused_decode or self._refused_backward) is None
             and not self._portable_gradients
@@ -105,9 +106,9 @@ class CudaKernel(TritonKernel):
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 
     def describe(self, call: Call) -> str:
-        """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
-        why they are taken; where gradients are wanted, then the same of backward: ``backward
-        hopper``, above head dim 128 ``backward hopper wide``."""
+        """Return ``hopper 128x128``, ``hopper decode programs=264``, or the portable kernels'
+        description and why they are taken. Where gradients are wanted, backward's follows:
+        ``backward hopper``, or ``backward hopper wide`` above head dim 128."""
         forward = self._describe_forward(call)
         if not self.spec.needs_backward:
             return forward
@@ -129,7 +130,7 @@ class CudaKernel(TritonKernel):
         return f"hopper {fit.block_m}x{self._tiles_of(fit).block_n}{fast}"
 
     def _refused_forward(self, call: Call) -> str | None:
-        """Why forward takes the portable kernels, or None."""
+        """Return why forward takes the portable kernels, or None."""
         if self._decodes(call):
             return (
                 self._refused_decode
@@ -145,8 +146,8 @@ class CudaKernel(TritonKernel):
         return self._refused or refusal(call)
 
     def _fit(self, call: Call) -> Fit | DecodeFit | None:
-        """Return what Hopper's forward or its decoding needs to know of a call's tensors, or None
-        where neither takes the call."""
+        """Return the call's fit for Hopper's forward or its decoding, or None where neither takes
+        the call."""
         if self._refused is not None and self._refused_decode is not None:
             return None
         return self._hopper.kept_fit(call, self._fit_of)
@@ -173,8 +174,9 @@ class CudaKernel(TritonKernel):
         return small if fit.block_m == small.block_m else self._tiles
 
     def _refused_backward_of(self, call: Call) -> str | None:
-        """Why backward takes the portable kernels, or None."""
-        # A call is asked for its workspace, then run. One tuple: threads may do so at once.
+        """Return why backward takes the portable kernels, or None."""
+        # `workspace` asks first, then `backward` for the same call. The two values are one tuple
+        # because threads may do so at once.
         last, reason = self._last_backward
         if last() is call:
             return reason
@@ -187,9 +189,9 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter, or nothing; of its decoding what its `DecodeFit` says; of
-        its backward `backward_workspace`, then what the portable pass over query rows takes where
-        that makes some gradient; else as the portable kernels'."""
+        """Return the workspace of the kernels that the call takes. Hopper's forward needs a
+        counter or nothing, its decoding what `DecodeFit` says, its backward `backward_workspace`
+        and, where the portable pass over query rows makes some gradient, that pass's."""
         if direction == "forward":
             fit = self._fit(call)
             if fit is not None:
@@ -223,7 +225,8 @@ class CudaKernel(TritonKernel):
             super().backward(call, saved, grad, grads)
             return
         if not is_boxed(grad.dout):
-            # Often a sum's, broadcast. No workspace: that is asked for before dout is there.
+            # dout is often the expanded gradient of a sum. The copy isn't part of the workspace,
+            # which is requested before dout exists.
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
         ours = self._backward_workspace(call.query.shape, call.key.shape)
         tensors, rest = cut(list(grads.workspace), len(ours))

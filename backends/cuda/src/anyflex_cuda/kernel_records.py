@@ -21,8 +21,8 @@ class KeyRing:
     """Keys and values of STAGES steps in shared memory, and the barriers of their slots.
 
     Attributes:
-        k_full, v_full: a slot is loaded. k_empty, v_empty: nobody reads it any more.
-        BLOCK_N: keys of a step.
+        k_full, v_full: barriers; a slot is loaded. k_empty, v_empty: nobody reads it any more.
+        BLOCK_N: number of keys per step.
     """
 
     k_bufs: Any
@@ -40,7 +40,7 @@ class LoadDescriptors:
     """Descriptors of queries, keys and values; on Hopper each is a tuple of parts.
 
     Attributes:
-        D, DV: columns of all parts.
+        D, DV: number of columns of all parts.
     """
 
     q: Any
@@ -52,11 +52,11 @@ class LoadDescriptors:
 
 @record
 class MaskRuns:
-    """Rows of runs of a block mask; without HAS_MASK the first four are None.
+    """Runs of a block mask; without HAS_MASK the first four are None.
 
     Attributes:
-        offsets, ends, runs, strides: the first, the end, all runs, and steps from one (b, h) to
-            the next of the first two.
+        offsets, ends: first run and end of each row. runs: all runs. strides: of offsets and ends,
+            from one batch entry and one head to the next.
         Q_BLOCK, KV_BLOCK: sizes of blocks.
     """
 
@@ -74,9 +74,10 @@ class PointedTensors:
     """Tensors by pointers, with strides (b, h, row) in elements and contiguous columns.
 
     Attributes:
-        GROUP: query heads of a key head. KV_SHARED: all batch entries have the same keys.
-        DIM, VALUE_DIM: columns.
-        WANT_REST: rest is written.
+        GROUP: number of query heads per KV head. KV_SHARED: whether all batch entries have the
+            same keys.
+        DIM, VALUE_DIM: number of columns.
+        WANT_REST: whether rest is written.
     """
 
     query: Any
@@ -98,8 +99,8 @@ class PointedTensors:
 
 @record
 class StepMods:
-    """The mods as loops over steps call them: `anyflex_triton.kernel_records.Mods`, whose mask mod
-    is one of scores.
+    """The mods as loops over steps call them: `anyflex_triton.kernel_records.Mods` with a mask mod
+    that takes scores.
 
     Attributes:
         READ_COLUMNS, SCORE_MOD, MASK_SCORES: functions of `anyflex_triton.mods`, or None.
@@ -116,7 +117,7 @@ class StepMods:
 
 @record
 class TileSchedule:
-    """The order in which programs take tiles, and where a tile's keys are: arguments of
+    """Order in which programs take tiles, and numbers of heads: arguments of
     `hopper_forward.forward_kernel`."""
 
     counter: Any

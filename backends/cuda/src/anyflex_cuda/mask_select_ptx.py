@@ -1,8 +1,9 @@
-"""Scores, -inf at dead pairs: one choice whatever conditions a mask mod joins.
+"""PTX that sets scores to -inf at dead pairs with one select, whatever conditions a mask mod
+joins.
 
-LLVM makes two choices of one that has two conditions, and compares indices as it finds them. Said
-in PTX, a comparison takes the predicate of the one before, and one choice follows: under a mask of
-documents a step takes 684 instructions where it took 770, and nothing spills.
+LLVM turns a select with two conditions into two selects. In PTX the comparisons' predicates are
+combined, and one select follows: under a mask of documents a step takes 684 instructions instead
+of 770, and nothing spills.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ __all__ = ["choose", "choose_by"]
 
 @gluon.jit
 def choose(scores, full, live):
-    """Scores where live, or all if `full`; None: that isn't known."""
+    """Return scores where live, or all of them if `full`, else -inf. `full` may be None."""
     if full is None:
         return gl.where(live, scores, float("-inf"))
     else:
-        # As a second value to choose from, `full` costs less than in the condition.
+        # `full` costs less in the second operand than in the condition.
         return gl.where(live, scores, gl.where(full, scores, float("-inf")))
 
 
 @gluon.jit
 def choose_by(TOKENS: gl.constexpr, scores, full, first, columns, operands):
-    """Scores where conditions hold, or all if `full`.
+    """Return scores where conditions hold, or all of them if `full`, else -inf.
 
     Args:
-        TOKENS: of `anyflex_triton.mask_conditions`, joined by ``"; "``.
+        TOKENS: tokens of `anyflex_triton.mask_conditions`, joined by ``"; "``.
         scores: [rows, columns].
-        full: or None.
-        first: int32; a key's index is its column's and this.
+        full: whether all pairs are live, or None.
+        first: int32; a key's index is first plus its column.
         columns: int32 [1, columns]: 0, 1, ...
-        operands: that the tokens take; all broadcast with the scores.
+        operands: operands of the tokens; all broadcast with the scores.
     """
-    # A thread has columns 8 i + 2 t and the one behind, where t is its own, the same in all of
-    # them: what else a column is, compilers know, and compare with a number.
+    # A thread has columns 8 i + 2 t and 8 i + 2 t + 1, where t depends on the thread alone.
+    # Without t a column is a compile-time constant, so the comparisons take immediates.
     KNOWN: gl.constexpr = 2147483641
     known = columns & KNOWN
     own = first + (columns & 6)
@@ -60,7 +61,7 @@ def choose_by(TOKENS: gl.constexpr, scores, full, first, columns, operands):
 
 @triton.constexpr_function
 def taken(tokens):
-    """What each operand is: a comparison's type, "bool" or "bound"."""
+    """Return the kind of each operand: a comparison's type, "bool" or "bound"."""
     found = []
     for token in tokens.split("; "):
         left, _, right = token.partition(" ")
@@ -75,13 +76,13 @@ def taken(tokens):
 
 @triton.constexpr_function
 def is_bound(tokens, i):
-    """Whether that is what operand i is."""
+    """Return whether operand i is a "bound"."""
     return taken(tokens)[i] == "bound"
 
 
 @triton.constexpr_function
 def registers(tokens, with_full):
-    """The constraints of `assembly`."""
+    """Return the constraints of `assembly`."""
     letters = ""
     for kind in taken(tokens):
         letters += {
@@ -92,7 +93,7 @@ def registers(tokens, with_full):
 
 @triton.constexpr_function
 def assembly(tokens, with_full):
-    """PTX that sets $0 to the last operand, or to -inf."""
+    """Return PTX that sets $0 to the last operand, or to -inf."""
     lines, stack, place, names = [], [], 1, 0
     for token in tokens.split("; "):
         left, _, right = token.partition(" ")
@@ -104,7 +105,7 @@ def assembly(tokens, with_full):
                 place += 1
             else:
                 sign, kind = (right, "s32") if left == "kv_idx" else (left, right)
-                # A number that is none differs from all.
+                # NaN differs from every number, itself included.
                 sign = "neu" if sign == "ne" and kind[0] == "f" else sign
                 lines.append(f"setp.{sign}.{kind} {name}, ${place}, ${place + 1};")
                 place += 2

@@ -1,5 +1,5 @@
-"""What the text of a mod calls in Gluon instead of `triton.language` and of the portable
-`operations`: where layouts are part of a type, a scalar isn't broadcast without one."""
+"""Operations that a mod's text calls in Gluon instead of `triton.language` and the portable
+`operations`. Layouts are part of Gluon's types, so a scalar can't be broadcast without one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 @gluon.jit
 def full(shape, value, dtype: gl.constexpr):
-    """A scalar: `shape` is ()."""
+    """Return a scalar: `shape` is ()."""
     gl.static_assert(len(shape) == 0)
     return gl.full((), value, dtype)
 
 
 @gluon.jit
 def spread(x, score):
-    """float32 in the shape of the score."""
+    """Return x as float32 in the shape of the score."""
     if x.type.is_block():
         return tl.broadcast_to(tl.cast(x, tl.float32), score.shape)
     else:
@@ -38,35 +38,35 @@ def spread(x, score):
 
 @gluon.jit
 def load_once(pointers, inside):
-    """What lies there, 0 where not inside. The portable one makes copies of a row, for the sake of
-    a layout that Triton then chooses; here that is given."""
+    """Load, with 0 where not inside. The portable function makes copies of a row so that Triton
+    can choose a layout; here the layout is given."""
     return tl.load(pointers, mask=inside, other=0)
 
 
 @gluon.jit
 def accumulate(totals, LEARNED: gl.constexpr, offset, inside, value, live, SUMS: gl.constexpr):
-    """The portable one. Where offset is the same along an axis it loses that axis: of a tensor
-    [1, N] in a layout that is made for products a thread has several copies of an element, and
-    Triton 3.6 adds each of them (2 and 16 times what is right, on an H100). Of vectors it has
-    one.
+    """Do what the portable function does. Where offset is the same along an axis, that axis is
+    summed first: in a layout for products a thread has several copies of an element of a tensor
+    [1, N], and Triton 3.6 adds each of them (2 and 16 times the right sum, on an H100). Vectors
+    have one copy.
 
-    Backward leaves what rows decide, alone or with keys, to the portable pass: of mods, whatever
-    they read, all compiles."""
+    Backward leaves sums that rows decide, alone or with keys, to the portable pass; but every mod
+    has to compile."""
     gl.static_assert(SUMS == "floats", "the others are the portable pass's")
     if len(offset.shape) == 0 or min(offset.shape[0], offset.shape[1]) > 1:
         ops.accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
     else:
         AXIS: gl.constexpr = 0 if offset.shape[0] == 1 else 1
         total = gl.sum(gl.where(live, value, 0.0), AXIS)
-        # A zero adds nothing; NaN is not 0.
+        # Adding 0 can be skipped; NaN compares unequal to 0 and is added.
         kept = (total != 0.0) & inside
         gl.atomic_add(totals[LEARNED] + gl.max(offset, AXIS), total, mask=kept, sem="relaxed")
 
 
 @gluon.jit
 def along(x, index):
-    """Values [R] of rows or columns, which lie in any layout, as `index` has them, which is [R, 1]
-    or [1, R]. Others, as scalars, stay as they are."""
+    """Return values [R] of rows or columns, in any layout, in the shape and layout of `index`,
+    which is [R, 1] or [1, R]. Other values, such as scalars, are returned unchanged."""
     if len(x.shape) != 1:
         return x
     elif index.shape[0] == 1:
@@ -77,7 +77,8 @@ def along(x, index):
 
 @gluon.jit
 def tanh_capped(x, number, cap, COARSE: tl.constexpr):
-    """The portable one, with the device's reciprocal: a multiplication less for every score."""
+    """Do what the portable function does, with the device's approximate reciprocal: one
+    multiplication less per score."""
     if COARSE:
         total = tl.exp2(x * (number * 2.8853900817779268)) + 1.0
         inverse = gl.inline_asm_elementwise(
@@ -90,8 +91,8 @@ def tanh_capped(x, number, cap, COARSE: tl.constexpr):
 
 @gluon.jit
 def fast_tanh_capped(x, number, cap, COARSE: tl.constexpr):
-    """The device's own instruction, 2^-11 off: one slow instruction instead of two. Not for caps
-    that are too large for the coarse one."""
+    """Cap by the device's tanh instruction, with error 2^-11: one slow instruction instead of two.
+    Caps that are too large for COARSE get the exact tanh."""
     if COARSE:
         of = gl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [number * x], dtype=gl.float32, is_pure=True, pack=1

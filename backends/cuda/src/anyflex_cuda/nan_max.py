@@ -1,4 +1,4 @@
-"""The larger of two values, as a step of a reduction too."""
+"""Maximum of two values that propagates NaN, also as the step of a reduction."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["larger"]
 
 @gluon.jit
 def larger(x, y):
-    """NaN if one of them is."""
+    """Return the larger of x and y, or NaN if either is NaN."""
     return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)

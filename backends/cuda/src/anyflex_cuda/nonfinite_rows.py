@@ -1,8 +1,9 @@
-"""Results of tiles with non-finite values or far rows, made anew.
+"""Second computation of tiles with non-finite values or far rows.
 
-Rows that don't see a non-finite value must not have it, and 0 * NaN is NaN. Scores of far rows are
-so large that weights must be made of their differences. Both are rare: so this reads and writes by
-pointers, and takes a few columns at a time, with fewer registers than the loops before it.
+Non-finite values must not reach rows that don't see them, but 0 * NaN is NaN. Scores of far rows
+are so large that weights must be computed from their differences. Both are rare, so this code
+reads and writes by pointers and takes a few columns at a time, with fewer registers than the main
+loops.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ __all__ = ["KEYS", "PART", "load_part", "place_of", "seen_nonfinite", "write_non
 # fmt: off
 
 KEYS = gl.constexpr(16)
-"""Keys of a step."""
+"""Number of keys per step."""
 PART = gl.constexpr(32)
-"""Default number of columns at a time."""
+"""Default number of columns computed at a time."""
 
 
 @gluon.jit
 def place_of(strides, b, h):
-    """The first element of (b, h)."""
+    """Return the offset of the first element of (b, h)."""
     return gl.cast(b, gl.int64) * strides[0] + gl.cast(h, gl.int64) * strides[1]
 
 
@@ -47,8 +48,8 @@ def load_part(
     base, stride, first, end, first_column, DIM: gl.constexpr, ROWS: gl.constexpr,
     LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
-    """[ROWS, COLUMNS] from a row and a column on, or its transpose; 0 from `end` and from DIM
-    on."""
+    """Load [ROWS, COLUMNS] from a row and a column on, or its transpose; 0 from row `end` and from
+    column DIM on."""
     if TRANSPOSED:
         rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
         columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -62,8 +63,8 @@ def load_part(
 
 @gluon.jit
 def seen_nonfinite(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
-    """Sums [ROWS, columns] over keys that a row sees of non-finite values in v: 0, an infinity,
-    NaN.
+    """Return [ROWS, columns], the sum of the non-finite values in v over the keys that a row sees:
+    0, an infinity, or NaN.
 
     Args:
         seen: [ROWS, KEYS], in LAYOUT; v: [KEYS, columns], its right operand.
@@ -77,11 +78,11 @@ def seen_nonfinite(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
 
 @record
 class PointedRows:
-    """Rows of one head, by a pointer to the first.
+    """Rows of one head, addressed by a pointer to the first.
 
     Attributes:
         stride: elements from a row to the next.
-        DIM: columns.
+        DIM: number of columns.
     """
 
     base: Any
@@ -95,10 +96,11 @@ def add_nonfinite_step(
     full, first_column, inputs, kv_length, mods, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """(acc, highest, row_sum) after KEYS keys more: sums of some columns of values and of weights,
-    which are relative to `shift`, and the largest score.
+    """Return (acc, highest, row_sum) after KEYS more keys: accumulator of some columns of values,
+    largest score, and sum of weights, which are relative to `shift`.
 
-    A function of its own, for Triton walks through the body of a loop in two others eight times.
+    This is a separate function because Triton visits the body of a loop inside two others eight
+    times.
 
     Args:
         queries, keys, values: `PointedRows`.
@@ -145,13 +147,13 @@ def write_nonfinite_rows(
     tensors, mask, mods, tables, b, h, first_row, q_length, kv_length, ROWS: gl.constexpr,
     SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
-    """Writes out, and rest, of ROWS rows from `first_row` on. Returns of each the largest of
+    """Write out and rest of ROWS rows from `first_row` on. Return each row's largest of
     `final_scores` and the sum of weights relative to it, in SUMS_LAYOUT.
 
     Args:
         tensors, mask: `PointedTensors` and `MaskRuns`.
         mods: `anyflex_triton.kernel_records.Mods`.
-        COLUMNS: at a time.
+        COLUMNS: number of columns computed at a time.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
@@ -186,8 +188,8 @@ def write_nonfinite_rows(
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
     row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
-    # The first columns twice: the first time finds the largest scores, as these products have
-    # them, and what it writes is written again.
+    # The first columns are computed twice. The first time finds the largest scores, as these
+    # products have them; what it writes is overwritten.
     for column in range(-COLUMNS, VALUE_DIM, COLUMNS):
         first_column = gl.maximum(column, 0)
         highest = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
@@ -204,7 +206,7 @@ def write_nonfinite_rows(
                     first, end, full, first_column, inputs, kv_length, mods, ROWS, LAYOUT, COLUMNS,
                 )
         row_max = highest
-        # A row without a live pair has 0 here, and gives 0. NaN stays.
+        # A row without a live pair has row_sum 0 and gives 0. NaN stays NaN.
         dead = (row_max == float("-inf")) & (row_sum == row_sum)
         inverse = 1.0 / gl.where(dead, 1.0, row_sum)
         acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))

@@ -1,4 +1,4 @@
-"""Weights of a step, made again in backward, in any layout."""
+"""Weights of a step recomputed in backward, in any layout."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def weights_of(
     raw, lse2, rows, keys, full, inputs, q_length, kv_length, mods, gradients,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):
-    """(weights, weights times the score mod's derivative, scores as the mod is given them) of raw
-    products; the first two are 0 at dead pairs.
+    """Return (weights, weights times the score mod's derivative, scores as the mod gets them) of
+    raw products. The first two are 0 at dead pairs.
 
-    The derivative is linear in the gradient that comes in, and takes the weights here: what is
-    left, dweights - delta, is a factor, and raw products needn't be kept until that is there, but
-    for what is added to captured tensors' gradients and depends on them.
+    The derivative is linear in the incoming gradient, so it is applied to the weights here; the
+    remaining factor, dweights - delta, is multiplied later. So raw products needn't be kept until
+    then, unless captured tensors' gradients depend on them.
 
     Args:
-        lse2, rows, keys: of the pairs' query rows and keys; they broadcast with raw.
+        lse2, rows, keys: the pairs' lse2, query rows and keys; they broadcast with raw.
         inputs, mods, gradients: `ModInputs`, `Mods`, `ModGradients` of
             `anyflex_triton.kernel_records`.
     """
@@ -62,6 +62,6 @@ def weights_of(
             mods.ints, mods.floats,
         )
         if MASKED:
-            # The mod's derivative may be anything at dead pairs.
+            # The mod's derivative is arbitrary at dead pairs.
             factor = gl.where(scores != float("-inf"), factor, 0.0)
     return weights, factor, raw

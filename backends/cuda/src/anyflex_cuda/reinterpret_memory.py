@@ -1,4 +1,4 @@
-"""Shared and tensor memory as another type, under one name for each Triton."""
+"""Reinterpretation of shared and tensor memory, under one name for all versions of Triton."""
 
 from __future__ import annotations
 

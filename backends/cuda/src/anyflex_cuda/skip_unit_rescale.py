@@ -1,4 +1,4 @@
-"""The sums of an online softmax when a row's largest score has grown."""
+"""Rescaling of an online softmax's accumulator that skips factors of 1."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["rescaled"]
 
 @triton.constexpr_function
 def instructions(count):
-    """Of a thread with `count` elements of a product, which are of two rows: of each four the
-    first two are of one, the last two of the other."""
+    """Return PTX for a thread with `count` elements of a product, which belong to two rows: of
+    every four elements the first two are of one row, the last two of the other."""
     factors = 2 * count
     return "\n".join(
         [
@@ -29,16 +29,17 @@ def instructions(count):
 
 @triton.constexpr_function
 def operands(count):
-    """A thread's sums that go out, those that come in, in the same registers, and their factors,
-    in none of these: they are read after the first sum is written."""
+    """Return the constraints of `instructions`: a thread's accumulator out, in the same registers
+    in, and its factors, in other registers, because they are read after the first output is
+    written."""
     return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
 def rescaled(acc, factors, COUNT: gl.constexpr):
-    """acc * factors, of a product of 64 rows and 2 * COUNT columns. A warp whose factors are all 1
-    jumps over it, which is an eighth of the instructions of a step of forward: a row's largest
-    score is seldom among its last keys."""
+    """Return acc * factors, for a product of 64 rows and 2 * COUNT columns. A warp whose factors
+    are all 1 skips the multiplications, an eighth of the instructions of a step of forward: a
+    row_max seldom grows in later steps."""
     text: gl.constexpr = instructions(COUNT)
     types: gl.constexpr = operands(COUNT)
     return gl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
-"""Tiles of shared memory, and products, in parts: a power of two of columns each.
+"""Tiles of shared memory, and products, in parts whose columns are powers of two.
 
-Of 96 or 192 columns there are two parts, the wider one first: descriptors, buffers and sums are
-tuples of one or two.
+Tiles of 96 or 192 columns have two parts, the wider one first. Descriptors, buffers and
+accumulators are tuples of one or two.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = [
 # fmt: off
 
 ROWS = gl.constexpr(64)
-"""Of a consumer: what one warpgroup's product has."""
+"""Rows of a consumer, those of one warpgroup's product."""
 
-# Triton 3.8 has new names for them.
+# Triton 3.8 renames these functions.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @triton.constexpr_function
 def layout_of_products(columns):
-    """Of a warpgroup's, [ROWS, columns]."""
+    """Return the layout of a warpgroup's products [ROWS, columns]."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16],
     )
@@ -53,7 +53,7 @@ def layout_of_products(columns):
 
 @gluon.jit
 def load_parts(descs, bufs, slot, full, b, h, first):
-    """Rows from `first` on, into a slot of each part's buffers."""
+    """Load rows from `first` on into a slot of each part's buffers."""
     for p in gl.static_range(len(bufs)):
         at = [b, h, first, p * bufs[0].shape[4]]
         load_box(descs[p], at, full, bufs[p].index(slot))
@@ -61,7 +61,7 @@ def load_parts(descs, bufs, slot, full, b, h, first):
 
 @gluon.jit
 def product_of_values(weights, v_buf, acc):
-    """A part's, with a slot's values."""
+    """Issue one part's product with a slot's values."""
     COLUMNS: gl.constexpr = acc.shape[1]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, layout_of_products(COLUMNS), 2)
     weights = gl.convert_layout(weights, OPERAND, assert_trivial=True)
@@ -70,7 +70,7 @@ def product_of_values(weights, v_buf, acc):
 
 @gluon.jit
 def products_of_values(weights, v_bufs, slot, acc):
-    """Sums with the values of a step, on their way.
+    """Issue the products of weights and a step's values. Return the accumulators, in flight.
 
     Args:
         weights: an operand of the first part's products.
@@ -83,7 +83,8 @@ def products_of_values(weights, v_bufs, slot, acc):
 
 @gluon.jit
 def awaited(later, LEFT: gl.constexpr):
-    """Sums of `products_of_values`, when all but the last LEFT products are there."""
+    """Wait until all but the last LEFT products are complete. Return the accumulators of
+    `products_of_values`."""
     if len(later) == 1:
         return (warpgroup_mma_wait(num_outstanding=LEFT, deps=later),)
     else:
@@ -92,13 +93,14 @@ def awaited(later, LEFT: gl.constexpr):
 
 @gluon.jit
 def zeros_of(COLUMNS: gl.constexpr):
-    """A part's sums at first."""
+    """Return a part's zero accumulator."""
     return gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=layout_of_products(COLUMNS))
 
 
 @gluon.jit
 def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
-    """acc, rounded, in shared memory; or (LOST) what rounding takes from it, and delta needs."""
+    """Store acc, rounded, to shared memory; or (LOST) its rounding residual, which backward's
+    delta needs."""
     for p in gl.static_range(len(acc)):
         rounded = acc[p].to(bufs[p].dtype)
         if LOST:
@@ -109,14 +111,14 @@ def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
 
 @gluon.jit
 def store_parts(descs, bufs, ME: gl.constexpr, b, h, first_row):
-    """What `place_parts` placed, on its way to memory."""
+    """Store what `place_parts` wrote to global memory, asynchronously."""
     for p in gl.static_range(len(descs)):
         store_box(descs[p], [b, h, first_row, p * bufs[0].shape[4]], bufs[p].index(ME))
 
 
 @gluon.jit
 def descriptors(first, second):
-    """The descriptors that are there."""
+    """Return a tuple of the descriptors that aren't None."""
     if first is None:
         return ()
     elif second is None:
@@ -127,14 +129,14 @@ def descriptors(first, second):
 
 @gluon.jit
 def buffer(desc, ROOMS: gl.constexpr):
-    """Shared memory for so many boxes."""
+    """Allocate shared memory for ROOMS boxes."""
     SHAPE: gl.constexpr = desc.block_shape
     return gl.allocate_shared_memory(desc.dtype, [ROOMS] + SHAPE, desc.layout)
 
 
 @gluon.jit
 def buffers(descs, ROOMS: gl.constexpr):
-    """`buffer` of each part."""
+    """Call `buffer` for each part."""
     found = descs[:0]
     for p in gl.static_range(len(descs)):
         found = found + (buffer(descs[p], ROOMS),)

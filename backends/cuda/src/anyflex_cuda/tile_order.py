@@ -1,8 +1,9 @@
-"""The order in which forward takes a head's tiles: the longest first, by the block mask's rows.
+"""Order in which forward takes a head's tiles: the longest first, by the block mask's rows.
 
-Programs take the next tile when they are done with one, so what runs at the end, when there is no
-next one for most, is as long as the last tiles are. Without an order a head's last tiles come
-first (`anyflex_triton.forward.tile_of_program`): of causal masks the longest, of others not.
+Programs take the next tile when they finish one, so the tail, when most programs have no next
+tile, is as long as the last tiles are. Without an order a head's last tiles come first
+(`anyflex_triton.forward.tile_of_program`): under causal masks these are the longest, under others
+not.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["TileOrder", "tile_order"]
 
 
 class TileOrder(NamedTuple):
-    """What the kernels read, on the mask's device.
+    """Order of tiles as the kernels read it, on the mask's device.
 
     Args:
-        tiles: int32 [B', H', tiles], a permutation of each head's tiles: the shortest is the
-            first, and is taken where without an order the first tile would be, which is last.
-        strides: from one batch entry, and from one head, to the next; 0 where there is one.
+        tiles: int32 [B', H', tiles], a permutation of each head's tiles, the shortest first. It is
+            read backwards, so that the shortest is taken last.
+        strides: from one batch entry, and from one head, to the next; 0 where there is only one.
     """
 
     tiles: Tensor
@@ -33,26 +34,26 @@ class TileOrder(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is kept with a mask: None where its tiles are in order as they are."""
+    """Cache entry of a mask: its order, or None where the tiles are in order as they are."""
 
     order: TileOrder | None
 
 
 class _Captured(Exception):
-    """A CUDA graph is captured: a copy from the host would end that."""
+    """A CUDA graph is being captured, which a copy from the host would break."""
 
 
 def tile_order(views: MaskViews, block_m: int) -> TileOrder | None:
     """Return the order of a mask's tiles, made at its first call and kept with it.
 
-    It is counted on the host: on the device that would be some 20 small kernels. None, the last
-    tiles first, where that is the order anyway, as of causal masks and windows; where the host
-    doesn't know the mask, for to ask the device would be to wait for it; and in a CUDA graph that
-    captures a mask's first call.
+    It is computed on the host, because on the device that would take some 20 small kernels. The
+    result is None, which means the last tiles first, where that is the order anyway, as under
+    causal masks and windows; where the host has no copy of the mask, because reading the device's
+    would synchronize; and while a CUDA graph captures a mask's first call.
 
-    Offsets that are written again in place, past what watches them, don't change what is kept: it
-    stays a permutation, so that each tile is computed once, whatever its row has become. A graph
-    that has captured it needs the mask to live, as it does for offsets and runs.
+    In-place writes to offsets that aren't noticed don't change the cached order. It stays a
+    permutation, so that each tile is computed once, whatever its row has become. A graph that has
+    captured it needs the mask to stay alive, as it does for offsets and runs.
 
     Args:
         block_m: query rows of a tile.
@@ -68,7 +69,7 @@ def tile_order(views: MaskViews, block_m: int) -> TileOrder | None:
 
 
 def _kept(host: MaskViews, block_m: int, device: torch.device) -> _Kept:
-    """Raises _Captured instead of a copy that would end a capture."""
+    """Compute the cache entry. Raise _Captured instead of copying during a capture."""
     costs = _costs(host, block_m)
     ascending, order = costs.sort(dim=-1, stable=True)
     if torch.equal(ascending, costs):
@@ -77,14 +78,14 @@ def _kept(host: MaskViews, block_m: int, device: torch.device) -> _Kept:
         raise _Captured
     batch, heads, tiles = order.shape
     strides = (heads * tiles if batch > 1 else 0, tiles if heads > 1 else 0)
-    # Waits until it is there, so that calls on other streams, and graphs, may read it.
+    # This copy synchronizes, so that calls on other streams, and graphs, may read the order.
     return _Kept(TileOrder(order.to(torch.int32).contiguous().to(device), strides))
 
 
 def _costs(host: MaskViews, block_m: int) -> Tensor:
-    """Blocks of keys that a tile visits: int64 [B', H', tiles].
+    """Return the number of key blocks that each tile visits: int64 [B', H', tiles].
 
-    A PARTIAL block costs what a FULL one does: beside its products the mask's code is little.
+    PARTIAL and FULL blocks count alike: mask code costs little beside the products.
     """
     first, end, _ = host.runs.unbind(1)
     until = pad((end - first).cumsum(0), (1, 0))
@@ -95,7 +96,7 @@ def _costs(host: MaskViews, block_m: int) -> Tensor:
     if q_block % block_m == 0:
         tiles = -(-host.q_length // block_m)
         return of_row.repeat_interleave(q_block // block_m, dim=-1)[..., :tiles]
-    # A tile of Blackwell's has two halves, which may be of two rows of blocks.
+    # A tile of Blackwell has two halves, which may belong to two rows of blocks.
     begin = torch.arange(0, host.q_length, block_m, device="cpu")
     last = (begin + (block_m - 1)).clamp(max=host.q_length - 1)
     return of_row[..., begin // q_block] + of_row[..., last // q_block]

@@ -1,4 +1,4 @@
-"""Launches of Hopper's backward above head dim 128, between rows' values and repairs."""
+"""Launches of Hopper's backward above head dim 128, between row values and repairs."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from anyflex_triton.building import (
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_function", "wide_launches"]
 
 _ROWS = 128
-"""Query rows of a tile: 64 for each consumer."""
+"""Query rows of a tile, 64 for each consumer."""
 _STEP = 64
 """Query rows of a step, and keys of a tile."""
 WIDE_BLOCKS = (_ROWS, _STEP)
-"""Sizes that a mask's blocks are multiples of."""
+"""Block sizes of masks are multiples of these numbers of rows and keys."""
 
 
 def is_wide(spec: Spec) -> bool:
-    """Whether some head dim is above 128."""
+    """Return whether some head dim is above 128."""
     return max(spec.head_dim, spec.value_head_dim) > 128
 
 
 def wide_function(of_queries: bool) -> object:
-    """Return the kernel that makes dQ, or the one of dK and dV."""
-    # Here, as few processes want them: Triton reads the source of each of its functions.
+    """Return the kernel that makes dQ (`of_queries`), or the one that makes dK and dV."""
+    # Imported here because few processes need it, and Triton reads the source of each of its
+    # functions.
     from anyflex_cuda import hopper_wide_backward as kernels
 
     return kernels.query_kernel if of_queries else kernels.key_kernel
 
 
 def _boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
-    """Return tensors and boxes by names of descriptors; None for a second part that isn't
-    there."""
+    """Return tensors and boxes by names of descriptors; None for a missing second part."""
     found: dict[str, tuple[Tensor, tuple[int, ...]] | None] = {}
     for name, tensor in tensors.items():
         first, *rest = parts_of(tensor.shape[3])
@@ -72,7 +72,7 @@ def wide_launches(
     """Return the launches that fill grads.dv, grads.dk, and, where there are `odd_rows`, grads.dq.
 
     Args:
-        row_values, odd_keys, odd_rows: of `backward_call.Work`.
+        row_values, odd_keys, odd_rows: as in `backward_call.Work`.
     """
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     assert dk is not None and dv is not None
@@ -81,7 +81,7 @@ def wide_launches(
     kv_batch, kv_heads, keys = call.key.shape[:3]
     even = length % _STEP == 0 and keys % _STEP == 0
     mods = made.mods(call, even)
-    # Rows past the end count where a score mod may make of them what isn't finite.
+    # Rows past the end count where a score mod may make their scores non-finite.
     ragged = bool(keys % _STEP) or (mods.score_mod is not None and not even)
     launches = [
         _launch(

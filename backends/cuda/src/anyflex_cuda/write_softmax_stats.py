@@ -1,5 +1,5 @@
-"""What is left of rows when their tile ends, beside out: lse, the largest score, and what backward
-needs to know of both where they are huge."""
+"""Softmax statistics of rows at the end of a tile: lse, the largest score, and what backward needs
+where these are huge."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["write_row_sums"]
 
 @gluon.jit
 def write_row_sums(row_max, row_sum, excess, nans, at, inside, scale, results):
-    """Write lse, the largest score and tops of rows, as far as they are wanted.
+    """Write lse, the largest score and tops of rows, where they are wanted.
 
     Args:
         row_max: each row's largest of `final_scores`.
-        row_sum: the sum of its weights, relative to 2^excess more than row_max.
-        nans: above 0 where a score is NaN.
-        at: places of rows, counted over all rows of all heads; `inside`: which of them exist.
+        row_sum: sum of each row's weights, relative to row_max plus excess, in powers of two.
+        nans: positive where a score is NaN.
+        at: indices of rows, counted over all rows of all heads. inside: which of them exist.
         results: `anyflex_triton.kernel_records.RowResults`.
     """
     size = gl.log2(row_sum) + excess
