@@ -1,4 +1,4 @@
-"""The entry point: the portable Triton kernels, for Intel GPUs."""
+"""Entry point of the backend: the portable Triton kernels for Intel GPUs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NEVER_RUN = (
 
 
 class XpuBackend(TritonBackend):
-    """The portable kernels with Intel's configurations. They take what `cuda.triton` takes, and of
-    options ``grf_mode`` too."""
+    """The portable kernels with Intel's configurations. They take what `cuda.triton` takes, and
+    the option ``grf_mode`` too."""
 
-    # Nobody else is the default of this device type.
+    # No other backend is the default of this device type.
     priority = 0
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,
@@ -37,7 +37,7 @@ class XpuBackend(TritonBackend):
     }
 
     def target(self) -> Target:
-        """Intel's entries of the config table."""
+        """Return the target that selects Intel's entries of the config table."""
         return "xpu"
 
     def probe(self) -> Decision:
@@ -46,13 +46,13 @@ class XpuBackend(TritonBackend):
         return Accepted() if reason is None else Rejected(reason)
 
     def fingerprint(self) -> str:
-        """Triton's flavour, and each device with its driver beside what the kernels depend on."""
+        """Return what the kernels depend on, Triton's flavour, and each device with its driver."""
         flavours = ", ".join(map(str, probing.triton_flavours())) or "triton of no distribution"
         parts = [super().fingerprint(), flavours, *dict.fromkeys(map(str, probing.devices()))]
         return "; ".join(part for part in parts if part)
 
     def notes(self) -> list[str]:
-        """What doctor says beside the state: missing matrix units, IPEX, what is untried."""
+        """Return doctor's notes: missing matrix units, IPEX, what is untried."""
         lines = [
             f"{device.name} has no matrix units (DPAS): products run slowly on its vector units"
             for device in probing.devices()

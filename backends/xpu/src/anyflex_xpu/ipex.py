@@ -1,12 +1,13 @@
-"""intel-extension-for-pytorch (IPEX): found through metadata, told by `anyflex doctor`, not used.
+"""Report on intel-extension-for-pytorch (IPEX): found through metadata, named by `anyflex doctor`,
+not used.
 
-Its development ended with 2.8; Intel GPUs are in torch itself since. What it has beyond torch,
-attention over paged and packed keys, has no call to serve: contract 1 reserves those layouts, and
-no spec has them yet. So there is no delegate here. What is here says, of each installation that
-somebody may still have, what it is and why it is not used.
+Its development ended with 2.8; since then torch itself supports Intel GPUs. What IPEX has beyond
+torch, attention over paged and packed keys, is of no use yet: contract 1 reserves those layouts,
+and no spec has them. So nothing is delegated to it. This module only tells users which IPEX they
+have and why it is not used.
 
-An IPEX of another torch breaks at its import, and not by an ImportError: 2.8.0 prints an error
-and then raises AttributeError. So versions are compared first, and it is imported only where they
+Importing an IPEX for another torch fails, and not with an ImportError: 2.8.0 prints an error and
+then raises AttributeError. So versions are compared first, and IPEX is imported only where they
 agree and ``ANYFLEX_XPU_IPEX=1`` asks for it.
 """
 
@@ -34,11 +35,12 @@ class Ipex:
     """An installed IPEX.
 
     Args:
-        version: as its metadata has it (``"2.8.10+xpu"``), or as the imported module has it; ""
-            where damaged metadata names none.
-        build: what it is compiled for. The package index has CPU builds without a local version.
-        for_torch: major and minor version of the torch that it is for.
-        imported: this process has imported it already.
+        version: version by its metadata (``"2.8.10+xpu"``), or by the imported module; "" where
+            damaged metadata has none.
+        build: device that it is compiled for. CPU builds on the package index have no local
+            version.
+        for_torch: major and minor version of the torch that it is built for.
+        imported: whether this process has imported it already.
     """
 
     version: str
@@ -48,7 +50,7 @@ class Ipex:
 
     @property
     def fits(self) -> bool:
-        """It is for the torch that runs."""
+        """Whether it is built for the running torch."""
         return self.for_torch == _major_minor(torch.__version__)
 
     def __str__(self) -> str:
@@ -70,9 +72,10 @@ def find() -> Ipex | None:
 
 
 def notes() -> list[str]:
-    """Return what doctor says of IPEX: one line, none where there is nothing to say.
+    """Return doctor's notes on IPEX: one line, or none where there is nothing to say.
 
-    Under ``ANYFLEX_XPU_IPEX=1`` an XPU build for this torch is imported, to say whether it can be.
+    Under ``ANYFLEX_XPU_IPEX=1`` an XPU build for this torch is imported, to find out whether that
+    works.
     """
     text = os.environ.get(VARIABLE, "")
     lines = []
@@ -105,7 +108,8 @@ def _verdict(found: Ipex, *, asked: bool) -> str:
         return f"{what} and fits torch {torch.__version__}; it is not used unless {VARIABLE}=1"
     try:
         layers = importlib.import_module(f"{MODULE}.llm.modules")
-    # Whatever its import does, it may not end doctor: releases differ in how they give up.
+    # A failing import must not end doctor. Releases fail in different ways, so every exception is
+    # caught.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"{what}, but can't be imported ({reason}): it is not used"

@@ -1,11 +1,11 @@
-"""What an Intel GPU needs on this machine, and the cure for what is missing.
+"""Checks of what the backend needs on this machine, with a cure for everything that is missing.
 
-torch is asked, metadata and file sizes are read. Triton is not imported, and only `devices` starts
-a device.
+The checks ask torch and read metadata and file sizes. They don't import Triton, and only `devices`
+starts a device.
 
-Triton comes in flavours that install into the same folder ``triton``: the package index's (NVIDIA
-and AMD), ROCm's, and Intel's, which is called triton-xpu (pytorch-triton-xpu before torch 2.10)
-and lies on PyTorch's own index only. Whichever was installed last has overwritten the others.
+Triton comes in flavours that all install into the folder ``triton``: the package index's (NVIDIA
+and AMD), ROCm's, and Intel's. Intel's is called triton-xpu (pytorch-triton-xpu before torch 2.10)
+and is only on PyTorch's own index. The flavour installed last overwrites the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 INDEX = "https://download.pytorch.org/whl/xpu"
-"""PyTorch's index of builds for Intel GPUs."""
+"""URL of PyTorch's index of builds for Intel GPUs."""
 
 _INTEL = ("triton-xpu", "pytorch-triton-xpu")
 _OTHERS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
@@ -44,10 +44,10 @@ class Flavour:
     """A distribution that installs into the folder ``triton``.
 
     Args:
-        name, version: of the distribution.
-        intel: it has the backend for Intel GPUs.
-        library: the compiled library in the folder is its own, by size; None where its metadata
-            doesn't say.
+        name, version: name and version of the distribution.
+        intel: whether it has the backend for Intel GPUs.
+        library: whether the compiled library in the folder is its own, by size; None where its
+            metadata doesn't tell.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Device:
     """An Intel GPU.
 
     Args:
-        index: torch's.
-        name: of the product.
-        driver: its version.
-        matrix_units: it has DPAS, which Triton's products run on.
+        index: torch's index of the device.
+        name: name of the product.
+        driver: version of the driver.
+        matrix_units: whether it has DPAS, which Triton's products run on.
     """
 
     index: int
@@ -80,7 +80,7 @@ class Device:
 
 
 def devices() -> tuple[Device, ...]:
-    """Return torch's Intel GPUs. This starts them, so it is not for a probe."""
+    """Return torch's Intel GPUs. This starts them, so a probe must not call it."""
     found = []
     for index in range(torch.xpu.device_count()):
         facts = torch.xpu.get_device_properties(index)
@@ -142,14 +142,15 @@ def triton_flavours() -> tuple[Flavour, ...]:
             continue
         points = distribution.entry_points.select(group="triton.backends")
         intel = name in _INTEL or any(point.name == "intel" for point in points)
-        # Damaged metadata names none.
+        # Damaged metadata has no version.
         version = distribution.version or "of no version"
         found.append(Flavour(name, version, intel, _has_library(distribution)))
     return tuple(found)
 
 
 def _overwritten(found: Sequence[Flavour]) -> str | None:
-    """Several flavours are installed: whose library is in the folder?"""
+    """Return why Intel's flavour doesn't work beside others, which may have overwritten its
+    library, with the cure, or None."""
     if len(found) < 2 or not any(flavour.intel for flavour in found):
         return None
     owners = [flavour for flavour in found if flavour.library]
@@ -162,7 +163,7 @@ def _overwritten(found: Sequence[Flavour]) -> str | None:
 
 
 def _with_cure(problem: str, found: Sequence[Flavour]) -> str:
-    # All go: uninstalling one of several removes files of the others.
+    # Uninstall all of them: uninstalling one removes files of the others.
     remove = f"pip uninstall {' '.join(each.name for each in found)}, then " if found else ""
     return f"{problem}: {remove}pip install '{_wanted()}' --index-url {INDEX}"
 
@@ -172,7 +173,7 @@ def _listed(found: Sequence[Flavour]) -> str:
 
 
 def _wanted() -> str:
-    """The Triton that torch asks for, if it asks for Intel's."""
+    """Return torch's requirement of Intel's Triton, or its name where torch declares none."""
     try:
         lines = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
@@ -182,7 +183,7 @@ def _wanted() -> str:
 
 
 def _loaded_backends() -> frozenset[str] | None:
-    """Names of the backends of a Triton that is imported already."""
+    """Return the names of the backends of an already imported Triton."""
     module = sys.modules.get("triton.backends")
     backends = getattr(module, "backends", None)
     return None if backends is None else frozenset(backends)
