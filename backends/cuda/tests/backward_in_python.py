@@ -1,7 +1,7 @@
 """Whole backward calls without a GPU: plain Triton's kernels in its interpreter, Hopper's in
 `gluon_in_python`. Run as a script by `test_whole_backward`, with TRITON_INTERPRET=1.
 
-Prints a line a call. What isn't finite must be where the portable kernels have it.
+Prints one line per call. Gradients must be non-finite exactly where the portable kernels' are.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ Mod = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A call.
+    """One backward call.
 
     Args:
-        rows, keys: their numbers.
-        score, score_backward, mask: for torch and numpy alike.
-        odd: some elements aren't finite.
-        learns: the score mod reads tensors that learn, by head and by key.
-        by_pair: another one by the distance of query and key.
-        repeatable: torch's deterministic mode.
-        again: made a second time, whose steps are known.
-        launched: Hopper's kernel, then names of the portable ones that backward launches.
+        rows, keys: number of query rows and of keys.
+        score, score_backward, mask: functions that work with torch and numpy alike.
+        odd: whether some elements are non-finite.
+        learns: whether the score mod reads tensors that learn, by head and by key.
+        by_pair: whether it reads another one by the distance of query and key.
+        repeatable: whether torch's deterministic mode is on.
+        again: whether the call is made a second time, with fixed launches.
+        launched: names of Hopper's kernel, then of the portable ones that backward launches.
     """
 
     name: str
@@ -86,7 +86,7 @@ def halved(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> An
 
 
 def lowest(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """As masks that are added: rows whose scores all are the lowest float; others' are far
+    """Score mod like an additive mask: some rows' scores are all the lowest float, others' are far
     apart."""
     return score + ((q % 5 == 0) | ((q >= 64) & (q < 100))) * LOWEST + (k // 40) * (q % 2) * 3e5
 
@@ -100,7 +100,7 @@ def none(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 
 def steep(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """Most weights are too small for a float."""
+    """Score mod under which most weights underflow."""
     return score - abs(q - k) * 40.0
 
 
@@ -109,7 +109,7 @@ def same(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 
 def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """Documents of 70 tokens, the first two of which see each other."""
+    """Mask of documents of 70 tokens, of which the first two see each other."""
     return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
 
 
@@ -184,7 +184,7 @@ CASES = [
 
 
 class InPython(CudaBackend):
-    """Without bfloat16, whose bits the interpreter multiplies as integers."""
+    """Backend without bfloat16, whose bits the interpreter multiplies as integers."""
 
     def probe(self) -> Decision:
         return Accepted()
@@ -200,7 +200,7 @@ class InPython(CudaBackend):
 
 
 def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
-    """Hopper's kernel of a launch, with the case's mods in numpy."""
+    """Run a launch of Hopper's kernel, with the case's mods in numpy."""
     given: dict[str, Any] = {**program.constants}
     given |= {
         "SCORE_MOD": case.score,
@@ -227,7 +227,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
 
 
 def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
-    """dQ, dK, dV and what learns, and the names of backward's kernels."""
+    """Return dQ, dK, dV and gradients of what learns, and the names of backward's kernels."""
     torch.manual_seed(0)
     names: list[str] = []
     launch = Program.launch
@@ -299,7 +299,7 @@ def main() -> int:
         isolated(),
         posing("cuda"),
         mock.patch.object(forward_call, "cores", lambda device: 132),
-        # Forward is the portable kernel's.
+        # Forward takes the portable kernel.
         mock.patch.object(kernel, "refused_spec", lambda spec, tiles: "run in Python"),
     ):
         register("cuda.python", InPython)

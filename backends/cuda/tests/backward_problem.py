@@ -1,4 +1,4 @@
-"""Calls of backward and what the dense formula makes of them, for kernels that `gluon_in_python`
+"""Backward problems with gradients by the dense formula, for kernels that `gluon_in_python`
 runs."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["SHIFTS", "Problem"]
 
 Mod = Callable[..., Any]
 SHIFTS = (3, 5, 7, 11)
-"""Of the indices that mods are given."""
+"""Index offsets (b, h, q, kv) of the call."""
 
 
 def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -26,15 +26,15 @@ def softcap_backward(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: 
 
 
 class Problem:
-    """A call: its tensors, its mask, its mods, and its gradients in `wanted`.
+    """A call's tensors, mask and mods, and its gradients in `wanted`.
 
     Args:
-        seed, pick: of what is drawn.
-        dims: of query and value.
-        kv_shared: all batch entries have the same keys.
-        blocks: the mask's, query rows and keys.
-        odd_key: where the score mod's derivative is NaN, if anywhere.
-        low: all scores are far below 0.
+        seed, pick: seed and generator of what is drawn.
+        dims: head dims of query and value.
+        kv_shared: whether all batch entries have the same keys.
+        blocks: block size of the mask, query rows and keys.
+        odd_key: key at which the score mod's derivative is NaN, or None.
+        low: whether all scores are far below 0.
     """
 
     scale = 0.2
@@ -75,7 +75,7 @@ class Problem:
         slopes = np.zeros(keys)
         if odd_key is not None:
             slopes[odd_key] = np.nan
-        # A mod may make anything of rows past the end.
+        # The mod gives NaN for rows past the end.
         row_slopes = np.where(np.arange(rows + 256) < rows, 0.0, np.nan)
 
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *_: Any) -> Any:
@@ -85,7 +85,7 @@ class Problem:
             slope = softcap_backward(grad, score, b, h, q, k) + row_slopes[q - SHIFTS[2]]
             return slope if odd_key is None else slope + slopes[k - SHIFTS[3]]
 
-        # Blocks: nothing, FULL, PARTIAL.
+        # Kinds of blocks: unlisted, FULL, PARTIAL.
         self.has_mask = has_mask
         self.mods = {
             "SCORE_MOD": softcap if has_score_mod else None,
@@ -136,8 +136,8 @@ class Problem:
         return found.sum(0, keepdims=True) if self.kv_shared else found
 
     def row_values(self) -> np.ndarray:
-        """[4, B * Hq, rows padded to 128] as `backward_rows.prepare_kernel` leaves them; what
-        nobody reads is NaN."""
+        """Return [4, B * Hq, rows padded to 128] as `backward_rows.prepare_kernel` writes them;
+        unread values are NaN."""
         padded = -(-self.rows // 128) * 128
         values = np.full((4, self.batch * self.heads, padded), np.nan)
         values[3] = 0
@@ -147,7 +147,8 @@ class Problem:
         return values
 
     def arguments(self, transposed: bool) -> dict[str, Any]:
-        """What any kernel is given: the mask, by rows or, `transposed`, by keys; mods; sizes."""
+        """Return the arguments that all kernels share: the mask, by rows or, `transposed`, by
+        keys; mods; sizes."""
         kinds = self._kinds if transposed else np.swapaxes(self._kinds, -1, -2)
         offsets, runs = runs_of(kinds, self._pick)
         return {
@@ -160,8 +161,8 @@ class Problem:
         }  # fmt: skip
 
     def odd(self, name: str, size: int) -> np.ndarray:
-        """[heads in all, tiles]: whether some element of `wanted[name]` is NaN in a tile of so
-        many rows."""
+        """Return [number of all heads, tiles]: whether some element of `wanted[name]` is NaN in a
+        tile of `size` rows."""
         found = np.isnan(self.wanted[name]).any(-1)
         found = found.reshape(-1, found.shape[-1])
         tiles = -(-found.shape[1] // size)

@@ -1,6 +1,6 @@
 """Compiles generated functions for a kernel in Gluon; no device is needed.
 
-Run as a script by `test_gluon_mods`. It prints a line a kernel, and fails at the first that
+Run as a script by `test_gluon_mods`. It prints one line per kernel, and fails at the first that
 doesn't compile.
 """
 
@@ -40,7 +40,7 @@ from anyflex_triton.building import (
 
 HOPPER = GPUTarget("cuda", 90, 32)
 GROUPS = [("f32", "f16"), ("f64", "bf16"), ("i64", "i8", "bool"), ("i32", "u8", "i16")]
-"""Types whose operations share a kernel."""
+"""Groups of types whose operations share a kernel."""
 
 
 # fmt: off
@@ -49,7 +49,7 @@ def on_a_tile(
     scores, grads, out, b, h, first_q, first_k, tables, ints, floats, totals,
     SCORE: gl.constexpr, MASK: gl.constexpr, BACKWARD: gl.constexpr, CAPTURED: gl.constexpr,
 ):
-    """All functions of a module on scores [64, 16], laid out as wgmma leaves them."""
+    """Call all functions of a module on scores [64, 16] in the layout of wgmma's result."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16],
     )
@@ -74,7 +74,8 @@ def on_a_tile(
 
 
 def every_operation(names: tuple[str, ...]) -> tuple[ModGraph, tuple[CapturedFacts, ...]]:
-    """score + each operation of each type, of two captured tensors read at q_idx and kv_idx."""
+    """Return a graph that adds to the score each operation of each type, on two captured tensors
+    read at q_idx and kv_idx."""
     nodes = list(parse_graph("input f32 - score;input i64 - q_idx;input i64 - kv_idx;=0").nodes)
 
     def add(operation: str, dtype: torch.dtype, *arguments: int, attribute: object = None) -> int:
@@ -103,7 +104,7 @@ def every_operation(names: tuple[str, ...]) -> tuple[ModGraph, tuple[CapturedFac
 
 
 NAMED = {
-    # (score graph, mask graph, captured tensors): what users write most.
+    # Common mods as (score graph, mask graph, captured tensors).
     "causal": (None, "input i64 - q_idx;input i64 - kv_idx;ge bool 0,1 -;=2", ()),
     "softcap": (
         "input f32 - score;number f32 - f0;truediv f32 0,1 -;tanh f32 2 -;mul f32 3,1 -;=4",
@@ -128,7 +129,7 @@ NAMED = {
     ),
     "constants": ("const f32 - 0.5;=0", "input i64 - h;const i64 - 3;lt bool 0,1 -;=2", ()),
     "reads": (
-        # Of a scalar, a row, a column and a pair; of no dimension.
+        # Reads of a scalar, a row, a column, a pair, and a tensor without dimensions.
         "input f32 - score;input i64 - h;input i64 - q_idx;input i64 - kv_idx;load f32 1 0;"
         "load f32 2 1;load f32 3 1;load bf16 1,2,3 2;cast f32 7 -;load f32 - 3;add f32 4,5 -;"
         "mul f32 10,6 -;add f32 11,8 -;mul f32 12,9 -;tanh f32 0 -;mul f32 13,14 -;=15",
@@ -161,7 +162,7 @@ def specs() -> dict[str, Spec]:
 
 
 def program(spec: Spec, coarse: bool = False, fast_tanh: bool = False) -> GluonProgram:
-    """The kernel with the functions of a spec."""
+    """Return the kernel with the functions of a spec."""
     source = source_for(write_source(spec), within=False, coarse=coarse)
     text = gluon_source(source, fast_tanh)
     functions = vars(load_module(text))
@@ -188,7 +189,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         made_of = [(name, program(spec)) for name, spec in specs().items()]
-        # Half types have caps of their own.
+        # 16-bit types have a soft cap function of their own.
         softcap = replace(specs()["softcap"], dtype=torch.bfloat16)
         made_of += [
             (f"softcap, fast {fast}", program(softcap, True, fast)) for fast in (False, True)

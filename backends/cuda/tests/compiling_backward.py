@@ -1,10 +1,9 @@
-"""Compiles what backward launches on Hopper; no device is needed.
+"""Compiles the kernels that backward launches on Hopper; no device is needed.
 
-Run as a script by `test_compiled_backward`. It prints a line a kernel: the case, the kernel, bytes
-of shared memory, registers that are kept in memory (spills, bytes), whether ptxas makes products
-wait for each other ("serialized"), in how many loops over a mask's runs, of how many, each run's
-bounds are loaded, and how many hand-overs of what was stored, of how many, have no fence before
-them.
+Run as a script by `test_compiled_backward`. It prints one line per kernel: the case, the kernel,
+bytes of shared memory, bytes of spills, whether ptxas makes products wait for each other
+("serialized"), the fraction of loops over a mask's runs that load each run's bounds, and the
+fraction of hand-overs of stored tiles without a fence before them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def many(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A mask of more tensors than shared memory has room for beside the largest tiles."""
+    """Mask that reads more tensors than shared memory has room for beside the largest tiles."""
     live = q >= k
     for table in TABLES:
         live = live & (table[q, 0, 0, 0] <= table[k, 0, 0, 0])
@@ -73,7 +72,7 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
     ("documents", {"dims": (256, 256)}),
 ]
-"""Steps of 64 rows and of 128, what takes most registers, and tiles of 256 columns."""
+"""Cases with steps of 64 rows and of 128, with most registers, and with tiles of 256 columns."""
 MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("softcap", {}),
@@ -99,7 +98,7 @@ class OnHopper(CudaBackend):
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[Program, Mapping[str, object]]]]:
-    """CPU tensors are a Hopper GPU's. Yields what is launched, which isn't run."""
+    """Let CPU tensors count as a Hopper GPU's. Yield the launches, which aren't run."""
     launched: list[tuple[Program, Mapping[str, object]]] = []
 
     def note(
@@ -127,7 +126,7 @@ def backward_of(
     dtype: torch.dtype = torch.bfloat16,
     hopper: bool = True,
 ) -> list[tuple[Program, Mapping[str, object]]]:
-    """What backward launches; without `hopper`, of the portable kernels."""
+    """Return backward's launches; without `hopper`, those of the portable kernels."""
     score, mask_mod = CASES[case]
     q = torch.zeros(1, 4, lengths[0], dims[0]).to(dtype).requires_grad_()
     k, v = (torch.zeros(1, kv_heads, lengths[1], d).to(dtype).requires_grad_() for d in dims)
@@ -146,8 +145,8 @@ def backward_of(
 
 
 def run_loops(ttgir: str) -> str:
-    """ "6/6": loops over runs, which are those that loops over steps are in, that load a run's
-    bounds, and all of them."""
+    """Return "6/6": number of loops over runs, which contain loops over steps, that load a run's
+    bounds, and number of all."""
     lines = ttgir.splitlines()
     indents = [len(line) - len(line.lstrip()) for line in lines]
 
@@ -172,11 +171,12 @@ def run_loops(ttgir: str) -> str:
 
 
 def unfenced(ptx: str, to_products: bool) -> str:
-    """ "0/9": where tiles in shared memory are handed to TMA or to the other consumer's products,
-    without a fence since they were stored, and all such places.
+    """Return "0/9": number of places where tiles in shared memory are handed to TMA or to the
+    other consumer's products without a fence since they were stored, and number of all such
+    places.
 
     Args:
-        to_products: what a consumer hands to the other is for its products.
+        to_products: whether a consumer hands tiles to the other's products.
     """
     handed, bare, stored = 0, 0, False
     places = r"cp\.\S*bulk\.tensor\S*\.global\.shared::cta"

@@ -1,8 +1,8 @@
 """Compiles forward for a Blackwell GPU that needn't be there; `test_compiled_blackwell` runs this.
 
-Prints a line of JSON a kernel: registers of a thread, warps, bytes of spills, accesses to local
-memory within the groups' loops over keys, shared and tensor memory, and how many instructions
-there are by kind.
+Prints one line of JSON per kernel: registers per thread, warps, bytes of spills, accesses to local
+memory within the groups' loops over keys, shared and tensor memory, and number of instructions by
+kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) -> dict[str, Any]:
-    """Compile the kernel of a class of calls, and read what became of it."""
+    """Compile the kernel of a class of calls, and return facts about its code."""
     spec = spec_of(name, dim, dtype)
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
@@ -53,7 +53,7 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
 
 
 def loops_of(sass: str) -> list[str]:
-    """The innermost loops that read tensor memory and make weights of all that they read."""
+    """Return the innermost loops that read tensor memory and turn all of it into weights."""
     lines = sass.splitlines()
     labels = {
         line.split(":")[0].strip(): i for i, line in enumerate(lines) if line.startswith(".L")
@@ -64,7 +64,8 @@ def loops_of(sass: str) -> list[str]:
         begin = labels.get(jump[1], i) if jump else i
         text = lines[begin:i]
         exponentials = sum("MUFU.EX2" in x for x in text)
-        # Fewer are those of values that aren't finite; who stores out has left the loop.
+        # Loops with fewer exponentials handle non-finite values; code that stores out is behind
+        # the loop.
         if exponentials > 100 and any("LDTM" in x for x in text) and "UTMASTG" not in str(text):
             found.append((begin, i))
     inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]

@@ -1,7 +1,8 @@
 """Compiles decoding for a Hopper GPU that needn't be there; `test_compiled_decode` runs this.
 
-Prints a line of JSON a kernel, as `compiling_forward`, with how often TMA loads, and instructions
-of the loop over a unit's steps; then one for each kernel that a call with a mask launches.
+Prints one line of JSON per kernel, as `compiling_forward` does, with the number of TMA loads and
+of instructions of the loop over a unit's steps; then one for each kernel that a call with a mask
+launches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from anyflex_triton.building import Program, load_module, source_for, write_sour
 def decode_of(
     spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool = True
 ) -> Program:
-    """The program of a class of calls."""
+    """Return the program of a class of calls."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = vars(
@@ -47,7 +48,7 @@ def decode_of(
 def facts_of(
     spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool
 ) -> dict[str, Any]:
-    """Compile the kernel of a class of calls, and read what became of it."""
+    """Compile the kernel of a class of calls, and return facts about its code."""
     made, told = compiled(decode_of(spec, tiles, plan, within, adds))
     sass, ptx = sass_of(made), made.asm["ptx"]
     registers = re.search(r"\.maxnreg (\d+)", ptx)
@@ -63,7 +64,7 @@ def facts_of(
         "barriers": loop.count("BAR.SYNC"),
         "loads": len(re.findall(r"UTMALDG", sass)),
         "atomics": re.findall(r"\b(?:atom|red)\.\S+", ptx),
-        # Loads of what other programs wrote, by width.
+        # Number of loads that bypass L1, by width.
         "past_first_cache": [
             len(re.findall(rf"ld\.global\.cg\.{kind}", ptx)) for kind in ("v4.b32", "b32")
         ],
@@ -71,7 +72,7 @@ def facts_of(
 
 
 def launched() -> Iterator[dict[str, Any]]:
-    """Compile all that a call with a mask launches, of more rows than one program adds up."""
+    """Compile all kernels of a call with a mask and more rows than one program adds up."""
     q, k, v = (torch.zeros(2, h, n, 128).bfloat16() for h, n in ((64, 1), (1, 9000), (1, 9000)))
 
     def documents(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Compiles kernels whose launches overlap for Hopper; no device is needed.
 
-Run as a script by `test_dependent_launch`. It prints a line a kernel: its name, then what its code
-holds, in order and without repetitions: "wait" and "next" (`anyflex_triton.dependent_launch`), and
-"memory" for accesses of the GPU's memory, or "loads" where these are loads by threads alone.
+Run as a script by `test_dependent_launch`. It prints one line per kernel: its name, then the kinds
+of instructions in its code, in order and without repetitions: "wait" and "next"
+(`anyflex_triton.dependent_launch`), and "memory" for accesses of global memory, or "loads" where
+these are loads by threads only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ACCESS = re.compile(
 
 
 def order(ptx: str) -> str:
-    """As the script prints it."""
+    """Return the order of instructions as the script prints it."""
     words: list[str] = []
     for access in ACCESS.findall(ptx):
         word = WORDS.get(access) or ("loads" if access.startswith("ld.") else "memory")

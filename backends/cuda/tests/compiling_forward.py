@@ -1,7 +1,8 @@
 """Compiles forward for a Hopper GPU that needn't be there; `test_compiled_forward` runs this.
 
-Prints a line of JSON a kernel: bytes of spills, accesses to local memory and waits of warpgroups
-within the loops over keys, shared memory, ptxas' warnings of products that wait for each other.
+Prints one line of JSON per kernel: bytes of spills, accesses to local memory and waits of
+warpgroups within the loops over keys, shared memory, ptxas' warnings of products that wait for
+each other.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16, block: int
 
 
 def functions_of(spec: Spec, source: str, even: bool) -> dict[str, Any]:
-    """A spec's mods as kernels in Gluon call them, given the text for portable ones."""
+    """Return a spec's mods as kernels in Gluon call them, given the text for portable kernels."""
     text = gluon_source(source + mask_scores_source(spec))
     return vars(load_module(source_for(text, within=even, coarse=True, short=even, sums="floats")))
 
 
 def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]:
-    """Compile the kernel of a class of calls, and read what became of it."""
+    """Compile the kernel of a class of calls, and return facts about its code."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = functions_of(spec, source, even)
@@ -71,7 +72,7 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
 
 
 def loops_of(sass: str) -> list[str]:
-    """The innermost loops with products of warpgroups."""
+    """Return the innermost loops with warpgroup products."""
     lines = sass.splitlines()
     labels = {
         line.split(":")[0].strip(): i for i, line in enumerate(lines) if line.startswith(".L")
@@ -88,8 +89,8 @@ def loops_of(sass: str) -> list[str]:
 
 
 def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
-    """(name, spec, even, rest, tiles): one, two and three consumers; each shape of tiles, and what
-    mods do to them, where `every_case`."""
+    """Yield (name, spec, even, rest, tiles): one, two and three consumers; where `every_case`,
+    each shape of tiles with each kind of mod."""
     calls = [
         ("full", 128, False, False), ("causal", 128, True, True), ("documents", 128, True, False),
         ("softcap", 128, True, False), ("full", 64, True, False), ("causal", 64, True, False),

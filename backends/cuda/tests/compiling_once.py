@@ -1,9 +1,9 @@
-"""Compiles what a training call launches on Hopper, its own kernels and the portable ones; no
-device is needed.
+"""Compiles the kernels of a training call on Hopper, its own and the portable ones; no device is
+needed.
 
 Run as a script by `test_compiled_once`, with a folder: ``save`` writes anyflex's archive and
-torch's bundle there, ``own`` and ``torch`` load them first. Prints how many kernels there were and
-how many Triton compiled.
+torch's bundle there, ``own`` and ``torch`` load them first. Prints the number of kernels, and how
+many of them Triton compiled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def install(folder: Path) -> None:
-    """Let the backend be one that is installed, which keeps its artifacts on disk."""
+    """Register the backend as an installed one, which keeps its artifacts on disk."""
     metadata = folder / "recorded-1.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: recorded\nVersion: 1\n")
@@ -54,7 +54,7 @@ def install(folder: Path) -> None:
 
 @contextmanager
 def on_hopper() -> Iterator[list[Program]]:
-    """CPU tensors are a Hopper GPU's. Yields what is launched, which isn't run."""
+    """Let CPU tensors count as a Hopper GPU's. Yield the launched programs, which aren't run."""
     launched: list[Program] = []
     with (
         posing("cuda"),

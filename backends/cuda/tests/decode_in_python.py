@@ -1,7 +1,8 @@
 """Whole decoding calls without a GPU: plain Triton's kernels in its interpreter, Hopper's in
 `gluon_in_python`. Run as a script by `test_whole_decode`, with TRITON_INTERPRET=1.
 
-Prints a line a call. All outputs must be the reference's, and what isn't finite where that has it.
+Prints one line per call. All outputs must match the reference's, and be non-finite exactly where
+these are.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ CALLED = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call.
+    """One decoding call.
 
     Args:
-        heads: of queries, of keys.
-        score, mask: for torch and numpy alike.
+        heads: number of query heads, of KV heads.
+        score, mask: functions that work with torch and numpy alike.
         each: whether the mask differs among batch entries.
-        block: of the mask.
-        odd: some elements aren't finite.
-        rest: what rounding takes from out is wanted, too.
-        transposed: rows of heads lie beside each other.
-        cores: multiprocessors.
-        most_parts: of a head, that are added up at a time, by a kernel of its own.
-        most_added: rows of parts that need no such kernel.
+        block: block size of the mask.
+        odd: whether some elements are non-finite.
+        rest: whether the rounding residual of out is wanted too.
+        transposed: whether heads are inside of rows in memory.
+        cores: number of multiprocessors.
+        most_parts: number of a head's parts that the separate kernel adds up at a time.
+        most_added: maximum number of rows of parts without that kernel.
     """
 
     name: str
@@ -90,12 +91,12 @@ def window(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 
 def lengths(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """Entry 0 has none."""
+    """Mask of lengths by batch entry, 0 for entry 0."""
     return (k < b * 150) & (k >= q)
 
 
 def lowest(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """As masks that are added: rows of which all scores are the lowest float, and others."""
+    """Score mod like an additive mask: some rows' scores are all the lowest float."""
     return score + ((q + h) % 2 == 0) * LOWEST
 
 
@@ -106,7 +107,7 @@ def farther(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 CASES = [
     Case("plain"),
     Case("many programs", batch=1, keys=2048, cores=30),
-    # Lengths of its own: what is known of those of others would be taken again.
+    # This case has lengths of its own, because plans of other cases' lengths are cached.
     Case("summed after", batch=1, keys=2048, cores=30, most_added=0, rest=True),
     Case("more parts than at a time", batch=1, keys=1984, cores=30, most_parts=2, most_added=0),
     Case("mask, summed after", mask=lengths, each=True, batch=3, most_added=0, odd=True),
@@ -127,7 +128,7 @@ CASES = [
 
 
 def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
-    """Hopper's kernel of a launch, with the case's mods in numpy."""
+    """Run a launch of Hopper's kernel, with the case's mods in numpy."""
     given: dict[str, Any] = {**program.constants}
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
     given |= in_numpy({name: values[name] for name in program.types})
@@ -137,7 +138,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
 
 
 def dense(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out, whose gradients don't go through lse: that has lost the sum where scores are huge."""
+    """Return out, computed without lse, which loses row_sum where scores are huge."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = q.float() @ k.mT * q.shape[3] ** -0.5
@@ -151,8 +152,8 @@ def dense(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
-    """out, lse, max_scores and where wanted dQ, which reads what is saved; and names of forward's
-    kernels."""
+    """Return out, lse, max_scores, where wanted dQ, which reads saved tensors, and names of
+    forward's kernels."""
     torch.manual_seed(0)
     names: list[str] = []
     launch = Program.launch
@@ -221,8 +222,8 @@ def check(case: Case) -> None:
 
 
 def check_steps(seed: int) -> None:
-    """What lists a mask's steps, where rows have more runs, and runs more steps, than it takes at
-    a time."""
+    """Check the kernel that lists a mask's steps, with more runs per row, and more steps per run,
+    than it takes at a time."""
     numbers = np.random.default_rng(seed)
     entries, rows, blocks = 40, int(numbers.integers(1, 3)), 90
     block_n, kv_block = 64, int(numbers.choice([16, 48, 64, 128, 256]))

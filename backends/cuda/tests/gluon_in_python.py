@@ -1,13 +1,14 @@
-"""Runs a Gluon kernel's own source in Python: every partition a thread, in random order.
+"""Simulator that runs a Gluon kernel's own source in Python: one thread per partition, in random
+order.
 
-What a device does on its own, copies by TMA and products by wgmma or tcgen05, happens here at a
-random time between its issue and the wait for it, and reads its operands then. So a barrier that
-is missing gives wrong sums, with some order; one that nobody arrives at is reported. Products that
-one partition issues happen in that order, which PTX says of wgmma and tcgen05 alike. What a
-program stores by pointers others see at a random time, or after a barrier of all its threads and a
-release; a load that may come from a cache of its own has what was there before the kernel. Shared
-and tensor memory begin as NaN. All floats are float64 or what numpy makes of them: rounding isn't
-simulated, nor are fences between the proxies.
+Asynchronous operations, copies by TMA and products by wgmma or tcgen05, happen at a random time
+between their issue and the wait for them, and read their operands then. So a missing barrier gives
+wrong sums in some order; a barrier at which no thread arrives is reported. Products that one
+partition issues happen in that order, as PTX specifies for wgmma and tcgen05. Other programs see
+stores by pointers at a random time, or after a barrier of all threads and a release; a load that
+may hit L1 returns what was there before the kernel. Shared and tensor memory begin as NaN. All
+floats are float64 or numpy's result type: neither rounding nor fences between proxies are
+simulated.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from anyflex_triton.records import record
 __all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
 
 _LIMIT = 20_000
-"""Steps in a row in which nobody got on."""
+"""Maximum number of consecutive steps without progress of any thread."""
 
 
 class Stuck(AssertionError):
-    """Every partition waits, or one raised."""
+    """Raised where every partition waits, or one raised."""
 
 
 class Tile(np.ndarray):  # type: ignore[type-arg]
-    """A tensor."""
+    """A tensor of the kernel."""
 
     def to(self, dtype: object, bitcast: bool = False) -> Tile:
-        """Rounding isn't simulated; of two halves in a word the lower one is an int16."""
+        """Convert without rounding. Two 16-bit values in a word are a complex number, whose lower
+        one is the int16."""
         return self.real if dtype == "i16" else self
 
     def __rshift__(self, count: object) -> Tile:
-        """Of integers, or the higher one of two halves in a word."""
+        """Shift integers, or return the higher of two 16-bit values in a word."""
         if np.iscomplexobj(self):
             assert count == 16
             return self.imag
@@ -96,12 +98,12 @@ class Box:
 
 
 class Pointer:
-    """To elements of an array."""
+    """Pointers to elements of an array."""
 
     dtype = SimpleNamespace(element_ty=None)
 
     def __init__(self, array: np.ndarray, at: Any = 0) -> None:
-        # The same array throughout: see `Device.stored`.
+        # The array keeps its identity: see `Device.stored`.
         self.array, self.at = array if array.ndim == 1 else array.reshape(-1), at
 
     def __add__(self, offset: Any) -> Pointer:
@@ -109,8 +111,8 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory, or a view of it. What is stored as one type is NaN as another; what TMA loads
-    isn't, and no sizes are compared."""
+    """Shared memory, or a view of it. Values stored as one type read as NaN in another, unless TMA
+    loaded them. Sizes aren't compared."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Shared:
         first: np.ndarray | None = None,
     ) -> None:
         self.array, self.dtype = array, dtype
-        # Where some of its memory begins: that as another type. What it was, if this is such.
+        # others: views as another type, by where they begin. first: the original of such a view.
         self.others: dict[int, np.ndarray] = {} if others is None else others
         self.first = first
 
@@ -169,7 +171,7 @@ def _begins(array: np.ndarray) -> int:
 
 class TensorMemory:
     """Tensor memory of sm_100, or a view of it: columns of 32 bits, or of 16, two to one of those.
-    What is written as one kind is NaN as the other."""
+    Values written as one kind read as NaN in the other."""
 
     def __init__(
         self, words: np.ndarray, halves: np.ndarray, begin: int, length: int, *, narrow: bool
@@ -234,7 +236,7 @@ class Product:
 
 
 class Threads:
-    """Lets one thread run at a time, and draws which."""
+    """Scheduler that lets one thread run at a time, drawn at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -250,7 +252,7 @@ class Threads:
             try:
                 if self.failed is None:
                     work()
-            # It is raised where the kernel was started.
+            # The error is raised where the kernel was started.
             except BaseException as error:  # noqa: BLE001
                 self.failed = self.failed or error
             finally:
@@ -268,31 +270,32 @@ class Threads:
             self.random.choice(list(self.turns.values())).release()
 
     def step(self, got_on: bool) -> None:
-        """Let another thread run, perhaps."""
+        """Let another thread run, with some probability."""
         self.idle = 0 if got_on else self.idle + 1
         if self.idle > _LIMIT:
             self.failed = self.failed or Stuck("every partition waits")
         if self.failed is not None:
             raise Stuck("another partition failed, or all wait") from self.failed
         mine = self.turns[threading.current_thread()]
-        # Seldom, or it would take all the time; always for one that waits.
+        # Switching threads is slow, so it is rare, but certain for a thread that waits.
         if not got_on or self.random.random() < 0.3:
             self._pass_on()
             mine.acquire()
 
 
 class Device:
-    """What the kernel's names stand for."""
+    """Simulated device: implementations of the names that a kernel uses."""
 
     def __init__(self, seed: int, programs: int) -> None:
         self.threads = Threads(seed)
         self.programs = programs
         self.own = threading.local()
         self.named: dict[tuple[int, int], list[Any]] = {}
-        # By id of an array: what it held before, and which program has written each element.
+        # Map from the id of an array to its previous contents and the program that has written
+        # each element.
         self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         kinds = ("loads", "stores", "products", "tensor products")
-        # Of one that happens now; some devices are slow.
+        # Probability that an operation in flight happens now. Some devices are slow.
         self.chances = {kind: self.threads.random.choice((0.3, 0.3, 0.02)) for kind in kinds}
 
     # Asynchronous work
@@ -307,7 +310,7 @@ class Device:
         self._some()
 
     def _some(self, got_on: bool = True) -> None:
-        """Some of what is in flight happens."""
+        """Let some of the operations in flight happen."""
         for kind, chance in self.chances.items():
             queue = self._queue(kind)
             while queue and self.threads.random.random() < chance:
@@ -326,7 +329,8 @@ class Device:
     # Global memory, by pointers
 
     def _stores(self, kind: str) -> list[tuple[np.ndarray, Any, Any]]:
-        """Of this thread: "own" are of any of a partition's threads, "met" of before a barrier."""
+        """Return this partition's stores: "own" since its last barrier of all threads, "met"
+        before it."""
         found: list[Any] = self.own.__dict__.setdefault("stores", {}).setdefault(kind, [])
         return found
 
@@ -335,7 +339,7 @@ class Device:
         self._stores("own").clear()
 
     def _show_stores(self, kind: str = "met") -> None:
-        """Others see them."""
+        """Make this partition's stores visible to other programs."""
         for array, at, x in self._stores(kind):
             if id(array) not in self.stored:
                 self.stored[id(array)] = array.copy(), np.full(array.shape, -1)
@@ -368,7 +372,7 @@ class Device:
         return tile(found) if found.ndim else found.item()
 
     def _atomic(self, pointer: Pointer, sem: str) -> int:
-        """What the word holds, and will until another thread runs."""
+        """Return the word's value, which doesn't change until another thread runs."""
         if sem == "acq_rel":
             self._show_stores()
         self._some()
@@ -461,7 +465,7 @@ class Device:
         return TensorMemory(words, halves, 0, shape[-1], narrow=False)
 
     def tensor_commit(self, barrier: Barrier) -> None:
-        """Arrives when what was issued before is done."""
+        """Arrive at a barrier when everything issued before is done."""
 
         def work() -> None:
             barrier.pending -= 1
@@ -472,9 +476,9 @@ class Device:
     # Barriers of the hardware
 
     def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
-        """Its first operand, after what it does at a barrier of several partitions; times the
-        second where a warp votes whether to multiply; both as one word, here a complex number,
-        where they are rounded to halves; what `chosen` makes of them where predicates are set."""
+        """Return the result of inline PTX. A barrier of several partitions returns its first
+        operand after the wait; a vote whether to multiply, the product of both; rounding to 16
+        bits, both in one word, here a complex number; predicates, what `chosen` returns."""
         if "selp.f32 $0" in text:
             return chosen(text, operands)
         if text.startswith("cvt.rn."):
@@ -490,7 +494,7 @@ class Device:
         return operands[0] * operands[1] if "vote" in text else operands[0]
 
     def _named_barrier(self, waits: bool, number: int, threads: int, wanted: int) -> None:
-        # Who is there, with how many threads, and how often all were.
+        # state: number of threads by partition that has arrived, and number of completed phases.
         state = self.named.setdefault((self.own.program, number), [{}, 0])
         here, generation = state
         assert threading.current_thread() not in here, "a partition arrives twice"
@@ -505,7 +509,7 @@ class Device:
     # Programs
 
     def end(self) -> None:
-        """A kernel's end shows all that it has stored, some time after it."""
+        """End a program: its stores become visible some time later."""
         while self.threads.random.random() < 0.9:
             self._some()
         self.thread_barrier()
@@ -519,22 +523,23 @@ class Device:
             function(*arguments)
             self.end()
             for kind in ("loads", "stores", "products"):
-                # No kernel ends before its copies; nobody waits for its loads.
+                # A kernel must not end before its stores and products are complete; loads may be
+                # in flight.
                 assert kind == "loads" or not self._queue(kind), f"{kind} in flight at the end"
                 self._drain(kind, 0)
-            # Another partition waits for these.
+            # Another partition may wait for these products.
             self._drain("tensor products", 0)
 
         workers = [self.threads.spawn(lambda f=f, a=a: start(f, a)) for f, a in partitions]
         while any(worker in self.threads.turns for worker in workers):
-            # What was loaded before arrives meanwhile.
+            # Earlier loads may complete meanwhile.
             self._some(False)
         if self.threads.failed is None:
             left = [key for key, (here, _) in self.named.items() if here and key[0] == program]
             assert not left, "barriers half full at the end"
 
     def language(self) -> SimpleNamespace:
-        """`triton.experimental.gluon.language`."""
+        """Return a stand-in for `triton.experimental.gluon.language`."""
 
         def shared(dtype: object, shape: Sequence[int], layout: object) -> Any:
             if layout == "barrier":
@@ -551,7 +556,7 @@ class Device:
         def larger(x: Any, y: Any, propagate_nan: str | None = None) -> Any:
             return plain(np.maximum if propagate_nan == "all" else np.fmax)(x, y)
 
-        # As a device's, it leaves NaN out.
+        # Like the device's maximum, this ignores NaN.
         def maximum(x: Any, axis: int) -> Any:
             found = np.fmax.reduce(x, axis=axis)
             return tile(found) if np.ndim(found) else int(found)
@@ -592,7 +597,7 @@ class Device:
 
 
 def chosen(text: str, operands: Sequence[Any]) -> Any:
-    """What PTX that sets predicates and chooses by one of them gives."""
+    """Return the result of PTX that sets predicates and selects by one of them."""
     values: dict[str, Any] = {f"${i}": x for i, x in enumerate(np.broadcast_arrays(*operands), 1)}
     values["0fFF800000"] = -np.inf
     compare = {
@@ -625,8 +630,8 @@ def chosen(text: str, operands: Sequence[Any]) -> Any:
 
 
 def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A launch's values as `run_kernel` takes them: boxes for descriptors, for tensors pointers
-    into their memory, whatever the order of their dimensions."""
+    """Return a launch's values as `run_kernel` takes them: boxes for descriptors, and for tensors
+    pointers into their memory, in any order of dimensions."""
     given: dict[str, Any] = {}
     for name, value in values.items():
         if hasattr(value, "block_shape"):
@@ -656,12 +661,12 @@ _HELD = {
 
 
 def mod_in_python(function: Any, held: bool = False) -> Callable[..., Any]:
-    """A function of a module of mods for Gluon, as `run_kernel` takes it.
+    """Return a function of a module of mods for Gluon, as `run_kernel` takes it.
 
     Args:
-        held: values are held in the types that they are cast to.
+        held: whether values are rounded to the types that they are cast to.
     """
-    # What mods read nobody writes, and what they add to nobody reads: no device is needed.
+    # No shared device is needed: no kernel writes what mods read, or reads what they add to.
     language = Device(0, 1).language()
     if held:
         language.cast = lambda x, dtype: tile(np.atleast_2d(x).astype(_HELD[dtype]))
@@ -685,7 +690,7 @@ def mod_in_python(function: Any, held: bool = False) -> Callable[..., Any]:
 
 
 def mask_scores_of(mask_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A mask mod in numpy as `anyflex_triton.mods.mask_scores_source` has it."""
+    """Return a mask mod in numpy in the form of `anyflex_triton.mods.mask_scores_source`."""
     if mask_mod is None:
         return None
 
@@ -697,10 +702,10 @@ def mask_scores_of(mask_mod: Callable[..., Any] | None) -> Callable[..., Any] | 
 
 
 def _in_python(module: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's names, of functions for Triton those that Python can call.
+    """Return a module's names, with Python functions in place of Triton's.
 
     Args:
-        names: that stand for something else.
+        names: replacements by name.
     """
     found = {**module, **names}
     for name, value in found.items():
@@ -740,13 +745,14 @@ def run_kernel(
     """Run `programs` programs of a kernel.
 
     Args:
-        module: whose source is run, with other names for what it imports.
-        name: the kernel's.
-        arguments: by name: a `Box` for a descriptor, a `Pointer`, numbers, functions of `Tile`.
-        seed: another one is another order of what happens.
-        changed: a piece of the source, and what stands there instead.
-        more: modules of functions that the kernel calls, each before those that call it.
-        given: what else it imports, by name.
+        module: module whose source is run, with replacements for what it imports.
+        name: name of the kernel.
+        arguments: arguments by name: a `Box` for a descriptor, a `Pointer`, numbers, functions of
+            `Tile`.
+        seed: seed of the order of events.
+        changed: a piece of the source, and its replacement.
+        more: modules of functions that the kernel calls, each before the modules that call it.
+        given: other imported objects by name.
 
     Raises:
         Stuck: the partitions wait for each other, or one raised, which is the cause.
@@ -792,7 +798,7 @@ def run_kernel(
         names[name](**arguments)
         device.end()
 
-    # None runs before all are there.
+    # Threads start only when all exist.
     with np.errstate(all="ignore"):
         for program in range(programs):
             device.threads.spawn(lambda program=program: start(program))
@@ -805,7 +811,8 @@ def run_kernel(
 
 
 def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets [B', H', rows + 1], runs [n, 3]) of kinds [B', H', rows, columns], 0 for none."""
+    """Return (offsets [B', H', rows + 1], runs [n, 3]) of kinds of blocks [B', H', rows, columns],
+    0 for unlisted."""
     offsets, runs = [], []
     for row in blocks.reshape(-1, blocks.shape[-1]):
         offsets.append(len(runs))
@@ -820,14 +827,15 @@ def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, n
             begin = end
     rows = blocks.shape[2]
     starts = np.array([*offsets, len(runs)])
-    # One more than the rows for each head; a row ends where the next begins, a head's last too.
+    # Each head has one offset more than rows, because a row ends where the next begins, also a
+    # head's last.
     found = [starts[i * rows : (i + 1) * rows + 1] for i in range(len(offsets) // rows)]
     edges = np.array(found).reshape(*blocks.shape[:2], rows + 1)
     return edges, np.array(runs or [(0, 0, 1)])
 
 
 def _body_of(module: ModuleType) -> str:
-    """What follows its imports."""
+    """Return a module's source after its imports."""
     text = Path(module.__file__ or "").read_text()
     return text[text.index("\n__all__") :]
 

@@ -1,4 +1,4 @@
-"""Made-up GPUs, a Hopper and a Blackwell: kernels aren't run, what would be launched is noted."""
+"""Stand-in GPUs, a Hopper and a Blackwell, that record launches instead of running kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ UNREAD = (
     "offsets", "ends", "runs", "key_offsets", "key_ends", "key_runs", "tops", "lse", "max_scores",
     "counter", "counts", "edges",
 )  # fmt: skip
-"""Others stand in for them where there are none; decoding's counts are in memory of floats."""
+"""Arguments whose tensors' types aren't checked: others are passed where they are unused, and
+decoding's counts are in memory of floats."""
 
 
 class OnHopper(CudaBackend):
@@ -46,7 +47,7 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list
 def launches_on(
     backend: type[CudaBackend], q: Tensor, k: Tensor, v: Tensor, *mods: Any, **more: Any
 ) -> tuple[list[Any], str]:
-    """(what a call launches, what explain says its kernel is)."""
+    """Return (a call's launches, explain's description of its kernel)."""
     with isolated():
         register("cuda", backend)
         with recording() as launched:
@@ -56,7 +57,7 @@ def launches_on(
 
 
 def takes_fast_tanh(program: Program) -> bool:
-    """Whether the program's score mod has the GPU's instruction for tanh."""
+    """Return whether the program's score mod uses the GPU's instruction for tanh."""
     mod: Any = program.constants["SCORE_MOD"]
     if mod is None or "fast_tanh_capped(" not in inspect.getsource(mod.fn):
         return False
@@ -65,7 +66,7 @@ def takes_fast_tanh(program: Program) -> bool:
 
 @contextmanager
 def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
-    """CPU tensors are the GPU's. Yields what is launched: program, grid, values."""
+    """Let CPU tensors count as the GPU's. Yield launches: program, grid, values."""
     launched: list[tuple[Program, int, Mapping[str, object]]] = []
 
     def note(
@@ -92,7 +93,8 @@ def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
 def check_half_outputs(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any
 ) -> None:
-    """Hold what a kernel that ran in Python made of a call in float16 to the reference."""
+    """Compare the results of a kernel that ran in Python with the reference, for a call in
+    float16."""
     wanted, wanted_lse = anyflex.flex_attention(
         q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="reference"
     )

@@ -1,5 +1,5 @@
-"""Runs a script of this folder in a process of its own: compilers and the interpreter of Triton
-keep what they are told for the whole of a process."""
+"""Scripts of this folder, run in processes of their own, because Triton's compiler and interpreter
+settings last for a whole process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["every_case", "printed_by"]
 
 
 def every_case() -> bool:
-    """Whether all cases are compiled, as by `make soak`, and not a part."""
+    """Return whether all cases are compiled, as by `make soak`, and not a part."""
     return os.environ.get("ANYFLEX_ALL_COMPILES") == "1"
 
 
 def printed_by(script: str, *, interpreted: bool = False) -> list[str]:
-    """The lines that it prints; it has to end well.
+    """Return the lines that a script prints; it must exit with 0.
 
     Args:
-        interpreted: with TRITON_INTERPRET=1; else without, whatever this process has.
+        interpreted: whether TRITON_INTERPRET=1 is set; this process's value doesn't matter.
     """
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

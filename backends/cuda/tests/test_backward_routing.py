@@ -1,4 +1,5 @@
-"""Which calls take Hopper's backward, what explain says of the others, and what is launched."""
+"""Routing of backward: which calls take Hopper's kernels, what explain says of the others, and
+what is launched."""
 
 from __future__ import annotations
 
@@ -54,12 +55,12 @@ def by_key_and_row(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def heads_last(like: torch.Tensor) -> torch.Tensor:
-    """Zeros whose heads lie between rows and what is in a row."""
+    """Return zeros in memory order [B, L, H, E]."""
     return torch.zeros_like(like.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 def reading(table: torch.Tensor, adds: Mod) -> Mod:
-    """The score mod that reads a table."""
+    """Return a score mod that reads a table."""
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return adds(table, s, h, i, j)
@@ -78,7 +79,7 @@ def called(
     query: torch.Tensor | None = None,
     scored: Mod | None = None,
 ) -> tuple[list[str], str]:
-    """(names of what backward launches, what explain says)."""
+    """Return (names of the kernels that backward launches, explain's description)."""
     q, k, v = (torch.zeros(2, 2, 300, d).to(dtype) for d in (dims[0], *dims))
     q = q if query is None else query
     leaves = {"q": q, "k": k, "v": v}
@@ -202,8 +203,8 @@ def test_explain_says_why_a_call_takes_the_portable_backward(
 
 
 def seen(value: Any, places: dict[int, int]) -> Any:
-    """An argument, where tensors are as good as others of their layout that are given at the same
-    places of a call."""
+    """Return a comparable form of an argument: tensors are equal if they have the same layout and
+    the same place in a call."""
     if isinstance(value, torch.Tensor):
         place = places.setdefault(value.data_ptr(), len(places))
         return place, value.dtype, value.shape, value.stride()
@@ -256,7 +257,7 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
     ours = hopper and wanted not in ("q", "v")
     assert first[0][0].function.__name__ == ("prepare_kernel" if ours else "row_kernel")
     if mask is not None:
-        # On a GPU to transpose is to wait for it.
+        # Transposing synchronizes on a GPU.
         assert ("transposed" in mask.views()._derived) == (wanted != "q")
     for (program, values), (other, others) in zip(first, scaled, strict=True):
         assert program is other
@@ -265,7 +266,8 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
 
 @contextmanager
 def foreseen(*, beside: bool = True) -> Iterator[list[Program]]:
-    """What forward begins to compile for backward, on a CPU that can compile `beside`."""
+    """Yield the programs that forward begins to compile for backward, on a CPU that can compile
+    concurrently (`beside`)."""
     known: list[Program] = []
 
     def compiled(
@@ -291,7 +293,7 @@ def foreseen(*, beside: bool = True) -> Iterator[list[Program]]:
 def test_forward_knows_what_backward_will_compile(
     wanted: str, lengths_differ: bool, dtype: torch.dtype
 ) -> None:
-    """Of Hopper's kernels, and of the portable ones, which float32 takes."""
+    """Check Hopper's kernels, and the portable ones, which float32 takes."""
     keys = 300 if lengths_differ else 256
     q, k, v = (torch.zeros(2, 2, n, 64, dtype=dtype) for n in (256, keys, keys))
     leaves = {"q": q, "k": k, "v": v}
@@ -324,7 +326,7 @@ def test_forward_knows_what_repeatable_sums_will_compile() -> None:
 
 
 def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
-    """To know it, the mask's columns are counted, which waits for the device."""
+    """Backward's programs depend on the transposed mask, which synchronizes."""
     q = torch.zeros(2, 2, 256, 64, requires_grad=True).bfloat16()
     mask = anyflex.create_block_mask(causal, None, None, 256, 256)
     with recorded() as launched, foreseen(beside=False) as known:
@@ -364,7 +366,7 @@ def test_gradients_of_captured_tensors_are_made_beside_dq() -> None:
     names, said = called(learns=True)
     assert names == OURS
     assert said.endswith(", backward hopper")
-    # Without gradients of query nothing looks for rows that are far.
+    # Without gradients of query no kernel looks for far rows.
     names, said = called(learns=True, wanted="kv")
     assert names == [*WITHOUT_DQ, "query_kernel"]
     assert said.endswith(", backward hopper, captured portable")
@@ -404,7 +406,7 @@ def test_where_sums_must_repeat_the_portable_pass_makes_dq_and_captured_gradient
 def test_portable_row_values_come_by_tma_where_each_stage_fills_128_bytes(
     rows: int, described: bool
 ) -> None:
-    """Stages of 64 bytes lie one after the other: TMA writes only to multiples of 128."""
+    """Stages of 64 bytes would be adjacent, but TMA writes only to multiples of 128."""
     q, k, v = (torch.zeros(1, 2, 256, 128).bfloat16().requires_grad_() for _ in "qkv")
     options = {"cuda.recorded": {"dkv_block_m": rows, "backward_num_stages": 3}}
     with recorded() as launched:

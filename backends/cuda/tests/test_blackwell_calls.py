@@ -1,4 +1,4 @@
-"""Whole forward calls on a made-up Blackwell GPU, whose kernel runs in Python, against the
+"""Whole forward calls on a stand-in Blackwell GPU, whose kernel runs in Python, against the
 reference."""
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def causal(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 
 def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """Documents of 170 tokens."""
+    """Mask of documents of 170 tokens."""
     return (q // 170 == k // 170) & (q >= k)
 
 
 def whole(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    """Blocks that are all live, or not at all: none asks."""
+    """Mask whose blocks are FULL or unlisted, so that the mask mod is never evaluated."""
     return (q // 128 + k // 128) % 3 != 1
 
 
@@ -71,7 +71,7 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
     def launch(
         program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
     ) -> None:
-        """The kernel, with the case's mods in numpy."""
+        """Run the kernel, with the case's mods in numpy."""
         given: dict[str, Any] = {
             **program.constants,
             "SCORE_MOD": score,

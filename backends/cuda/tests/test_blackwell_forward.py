@@ -1,4 +1,4 @@
-"""Blackwell's forward, its source run in Python: what it makes against the dense formula."""
+"""Blackwell's forward, its source run in Python, against the dense formula."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
 
     Args:
         seed: of all that is drawn.
-        fixed: what isn't.
+        fixed: values that aren't drawn.
     """
 
     def __init__(self, seed: int, **fixed: Any) -> None:
@@ -61,9 +61,9 @@ class Case:
         self.piece = drawn("piece", 32, 64)
         self.programs = drawn("programs", 1, 2, 3)
         self.head_group = drawn("head_group", 1, 2)
-        # With the larger one sums are scaled.
+        # The larger scale makes the accumulator be rescaled.
         self.scale = drawn("scale", 0.2, 2.0)
-        # No tile has a step.
+        # Whether no tile has a step.
         self.blank = drawn("blank", False, False, False, False, True)
         self.odd = drawn("odd", False, False, False, True)
         self.pick = pick
@@ -71,10 +71,10 @@ class Case:
     def run(
         self, changed: tuple[str, str] = ("", "")
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield (name, what the kernel made, what the formula says).
+        """Yield (name, the kernel's result, the formula's).
 
         Args:
-            changed: as `run_kernel` takes it.
+            changed: argument of `run_kernel`.
         """
         numbers = np.random.default_rng(self.seed)
         heads = self.kv_heads * self.group
@@ -95,7 +95,7 @@ class Case:
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *_: Any) -> Any:
             return (q_idx * 3 + kv_idx * 5 + h) % modulus != 0
 
-        # Blocks: nothing, FULL, PARTIAL.
+        # Kinds of blocks: unlisted, FULL, PARTIAL.
         q_blocks, kv_blocks = -(-rows // self.q_block), -(-keys // self.kv_block)
         kinds = numbers.integers(0, 3, (1, self.pick.choice((1, heads)), q_blocks, kv_blocks))
         if not self.has_mask_mod:
@@ -132,7 +132,7 @@ class Case:
         found_lse, found_top = (np.full(q.shape[:3], np.nan) for _ in range(2))
         found_tops = np.full((*q.shape[:3], 2), np.nan)
         strange: list[tuple[int, int, int]] = []
-        # Any order of tiles.
+        # Draw any order of tiles.
         tile_count = -(-rows // 256)
         grids = (self.batch if self.pick.random() < 0.5 else 1, kinds.shape[1])
         order = numbers.random((*grids, tile_count)).argsort(-1)
@@ -144,7 +144,7 @@ class Case:
         unit = 1.0 if self.has_score_mod else self.scale
 
         def write_nonfinite_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
-            """Notes (b, h, first row), and returns what is known of the rows."""
+            """Record (b, h, first row), and return the rows' known statistics."""
             b, h, first_row = arguments[4:7]
             strange.append((b, h, first_row))
             part = (b, h, np.minimum(first_row + np.arange(128), rows - 1), 0)
@@ -193,7 +193,7 @@ class Case:
         )  # fmt: skip
         wanted = weights @ np.nan_to_num(ve)
         if self.odd:
-            # Which tiles saw the key, or multiplied it by 0, and wrote nothing.
+            # Mark the tiles that saw the key, or multiplied it by 0, and so wrote nothing.
             for b, h, row in strange:
                 part = (b, h, slice(row, row + 128))
                 assert np.isnan(out[part]).all()
@@ -243,7 +243,8 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
         ("tcgen05_commit(ring.k_empty.index(slot))", "pass"),
         ("mbarrier.arrive(memory.weighed, count=1)", "pass"),
         ("mbarrier.init(order_empty.index(i), count=3)", "mbarrier.init(order_empty.index(i), 2)"),
-        # One barrier for scores and last sums would be two phases ahead of its group.
+        # A single barrier for scores and the tile's accumulator would get two phases ahead of its
+        # group.
         ("summed.index(", "done.index("),
         ("scale_sums(sums, alpha, call.DV, PIECE, LAYOUT)", "pass"),
         ("tma.store_wait(0)", "pass"),

@@ -1,4 +1,5 @@
-"""Which calls Blackwell's forward takes, that it must be asked for, and what others are told."""
+"""Routing of Blackwell's forward: which calls it takes, that users must opt in, and what explain
+says of other calls."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def fresh_process(action: str, archives: Path, folders: Path) -> dict[str, Any]:
-    """Return what the script prints; its caches are empty."""
+    """Run the script with empty caches. Return its output."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, HERE / "compiling_once.py", action, archives],
@@ -38,7 +38,7 @@ def fresh_process(action: str, archives: Path, folders: Path) -> dict[str, Any]:
 
 def test_kernels_that_were_saved_are_not_compiled_again(tmp_path: Path) -> None:
     cold = fresh_process("save", tmp_path, tmp_path)
-    # Forward and what backward takes, of both.
+    # Forward and backward, each with Hopper's and portable kernels.
     assert len(cold["launched"]) >= 6
     assert len(cold["compiled"]) == len(cold["launched"])
     for action in ("own", "torch"):

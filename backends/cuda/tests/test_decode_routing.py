@@ -1,4 +1,5 @@
-"""Which decoding calls Hopper's kernel takes, what the others are told, and what is launched."""
+"""Routing of decoding: which calls Hopper's kernel takes, what explain says of the others, and
+what is launched."""
 
 from __future__ import annotations
 
@@ -59,14 +60,14 @@ def test_a_few_query_rows_are_decoded_by_two_programs_a_core() -> None:
 
 def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
     ((program, grid, values),), _ = decoded(*drawn(ONE, MANY, MANY))
-    # Of 256 steps each, for which there are 66 programs: 64 have shares as long.
+    # Each has 256 steps and 66 programs; 64 programs have equally long shares.
     assert grid == 4 * 64 and values["groups"] == 4 and program.constants["ADDS"] is True
     assert program.constants["PLAN"] == NONE.value
     assert (values["batch"], values["kv_heads"], values["unit_steps"]) == (2, 2, 16384 // 64)
     assert program.constants["GROUP"] == 4
-    # Heads lie 128 elements apart, in units of 8.
+    # Heads are 128 elements apart, counted in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
-    # Counts in 64 bits, values, sums.
+    # The workspace has counts in 64 bits, values, and sums.
     assert values["partial_out"].shape == (4 * 2 + (grid + 4) * 4 * (128 + 3),)
     assert values["counts"] is values["partial_out"]
 
@@ -124,7 +125,7 @@ def test_steps_of_a_mask_are_listed_before() -> None:
     assert of(steps) == STEPS and steps[1] == 2
     assert parts[0].constants["PLAN"] == ALL.value
     each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
-    # Of one batch entry may be nearly all steps.
+    # One batch entry may have nearly all steps.
     with mock.patch.object(decode_call, "_MOST_ADDED", (2 * CORES // 2 + 2) * 4 - 1):
         launched, _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
     steps, parts, sums = launched
@@ -174,7 +175,7 @@ def test_what_it_does_not_take_is_portable_and_explain_says_why(name: str) -> No
     assert "not Hopper's kernel" in said and reason in said
 
 
-# One kernel serves them all; what one call was answered must not answer the next.
+# One kernel serves all these calls; a cached decision about one must not be applied to the next.
 IN_TURN: dict[str, Callable[[], list[Tensor]]] = {
     "contiguous": lambda: drawn((2, 8, 1, 64), *[(2, 2, 512, 64)] * 2),
     "queries heads last": lambda: [
@@ -221,7 +222,7 @@ MASKS: dict[str, Callable[[int, int, int], tuple[Any, ...]]] = {
 
 def mask_of(*sizes: Any) -> Any:
     made = anyflex.create_block_mask(row_by_row, *sizes)
-    # As blocks of the user's own, those of one entry and head are taken for all.
+    # User-made blocks of one entry and head are broadcast to all.
     return anyflex.BlockMask.from_runs(
         made.offsets, made.runs, seq_lengths=made.seq_lengths, mask_mod=row_by_row
     )
@@ -273,7 +274,8 @@ def test_what_is_kept_of_a_call_holds_none_of_its_tensors(rows: int, hopper: boo
                 alive = [weakref.ref(tensor) for tensor in (*tensors, out)]
                 del tensors, out
                 launched.clear()
-                # The workspace is core's, which keeps small ones of the CPU, whose tensors pose.
+                # The workspace belongs to core, which caches small ones of the CPU, whose tensors
+                # stand in for the GPU's.
                 assert [tensor() for tensor in alive] == [None] * 4
 
 

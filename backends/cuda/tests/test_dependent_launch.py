@@ -1,4 +1,4 @@
-"""Which launches may begin before the launch before them ends."""
+"""Dependent launch: which launches may begin before the previous launch ends."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def named(launched: list[tuple[Program, Mapping[str, object]]]) -> str:
-    """The kernels, each after ">" if it may begin before the launch before it ends."""
+    """Return the kernels' names, each after ">" if it may begin before the previous launch
+    ends."""
     words = []
     for program, _ in launched:
         follows = dict(program.options.more).get("launch_pdl", False)
-        # It is compiled to wait, and the others aren't.
+        # Such a kernel is compiled to wait, and the others aren't.
         assert program.constants.get("FOLLOWS", False) is follows
         words.append(">" * follows + program.function.__name__.removesuffix("_kernel"))
     return " ".join(words)
 
 
 def backward(wanted: str, mask: Any = None, table: Any = None, **options: Any) -> str:
-    """The launches of backward."""
+    """Return backward's launches."""
     leaves = {name: torch.zeros(2, 2, LENGTH, 64).bfloat16() for name in "qkv"}
     chosen = [leaves[name].requires_grad_() for name in wanted]
     score = None
@@ -65,7 +66,7 @@ def backward(wanted: str, mask: Any = None, table: Any = None, **options: Any) -
     [
         ("qkv", "row >key >query"),
         ("v", "row >key"),
-        # It needs what the launch before it writes.
+        # The query pass needs the results of the launch before it.
         ("q", "row query"),
     ],
 )
@@ -90,7 +91,7 @@ def test_launches_overlap_where_the_gpu_knows_how(target: str, overlap: bool) ->
 def test_launches_overlap_where_the_driver_can_record_them(
     version: int | None, does: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: there is no driver, and kernels are compiled only."""
+    """A version of None means that there is no driver, and kernels are only compiled."""
 
     class Driver:
         def __init__(self, name: str) -> None:
@@ -111,7 +112,7 @@ def test_launches_overlap_where_the_driver_can_record_them(
 
 
 def test_nothing_stands_between_portable_launches_that_overlap() -> None:
-    """Finer blocks of both kernels are decided before."""
+    """Refined blocks of both kernels are decided before both."""
     found = backward("qkv", documents, hopper=False, finer_mask=True)
     assert found.endswith(" row >key >query"), found
     assert found.count("runs") == 2 and ">" not in found.removesuffix(">key >query")
@@ -130,7 +131,7 @@ def test_sums_that_repeat_bit_for_bit_overlap_nothing() -> None:
 
 
 def test_hoppers_own_kernels_overlap_nothing() -> None:
-    """With it they took no less: bench/results/h100_cuda.md."""
+    """Overlapping them saved no time: bench/results/h100_cuda.md."""
     assert backward("qkv") == "prepare backward convert repair"
     assert decoded(True, True, 1) == "steps decode combine"
 
@@ -154,7 +155,7 @@ def test_portable_decoding(masked: bool) -> None:
 
 
 def decoded(masked: bool, hopper: bool, kv_heads: int) -> str:
-    """The launches of a row's."""
+    """Return the launches of decoding one row."""
     q = torch.zeros(kv_heads, 8, 1, 128).bfloat16()
     kv = torch.zeros(kv_heads, kv_heads, 16384, 128).bfloat16()
     mask = None
@@ -169,18 +170,18 @@ def decoded(masked: bool, hopper: bool, kv_heads: int) -> str:
 
 
 def test_kernels_wait_before_what_needs_it() -> None:
-    """Of the code for Hopper, in its order: reads and stores of the GPU's memory, the wait and the
-    leave for the next launch to begin."""
+    """Check the order, in code for Hopper, of accesses of global memory, the wait, and the
+    permission for the next launch to begin."""
     lines = printed_by("compiling_dependent_launch.py")
     found = dict(line.split(maxsplit=1) for line in lines)
     assert len(found) == len(lines)
     assert found == {
-        # They are launched as usual.
+        # These kernels are launched as usual.
         "row_kernel": "next memory",
         "decode_kernel": "next memory",
-        # Keys and values are there, rows' values may not be.
+        # Keys and values are complete, row values may not be.
         "key_kernel": "loads wait next memory",
-        # Its last access, for all that it needs was there before the launch before began.
+        # It waits late, because its inputs were complete before the previous launch began.
         "query_kernel": "memory wait",
         "combine_kernel": "wait memory",
     }

@@ -1,5 +1,5 @@
-"""The barriers of Hopper's forward, step by step in Python: any interleaving of producer and
-consumers ends, nothing is overwritten that is still read, and each key of a row comes once.
+"""Model of the barriers of Hopper's forward: every interleaving of producer and consumers ends,
+nothing is overwritten while it is still read, and each key of a row comes once.
 
 The generators below follow `hopper_forward.produce` and `consume` line by line, over random rows
 of runs. No GPU is needed, and no Triton.
@@ -37,12 +37,12 @@ class Barrier:
 
 @dataclass
 class Machine:
-    """One program.
+    """Model of one program.
 
     Args:
-        tiles: each tile's row of runs, in blocks.
-        shares: out is written to where the queries were.
-        early: leaves out the wait for the tile before, for a test of this test.
+        tiles: row of runs of each tile, in blocks.
+        shares: whether out is written to the queries' buffer.
+        early: whether to leave out the wait for the previous tile, for a test of this test.
     """
 
     tiles: list[list[Run]]
@@ -80,7 +80,7 @@ class Machine:
         return masked, plain
 
     def pieces(self, runs: list[Run]) -> list[tuple[int, int, bool]]:
-        """What is loaded, in order: first key, end, whether FULL."""
+        """Return the loads in order: first key, end, whether FULL."""
         found = []
         for begin, end, full in map(self.bounded, runs):
             first = begin + (end - begin) // self.block_n * self.block_n if full else begin
@@ -161,7 +161,7 @@ class Machine:
                     while not self.v_full[last].passed(((step - 1) // stages) & 1):
                         yield
                 yield
-                # The products read until here.
+                # Products read their operands until here.
                 assert self.keys[slot] == loaded and self.queries[me] == held
                 self.k_empty[slot].arrive()
                 yield
@@ -188,7 +188,7 @@ class Machine:
                 yield
 
     def run(self, chance: random.Random) -> None:
-        """Until all have ended, in an order that chance makes."""
+        """Run all threads to their end, in random order."""
         live: dict[int, Steps] = {-1: self.produce()}
         live |= {c: self.consume(c) for c in range(self.consumers)}
         idle = 0
@@ -244,7 +244,7 @@ def test_every_interleaving_ends_and_reads_what_was_loaded(part: int) -> None:
                 keys: list[int] = []
                 for first, end, masked in made.seen[c, number]:
                     step = range(first, first + made.block_n)
-                    # Only masked steps look at their end, and at what is dead.
+                    # Only masked steps check their end, and dead pairs.
                     keys += [key for key in step if key < end or not masked]
                     assert masked or set(step) <= unmasked
                 assert sorted(keys) == wanted

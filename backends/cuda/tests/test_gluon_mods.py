@@ -28,7 +28,7 @@ def test_every_name_that_needs_a_layout_is_bound_anew() -> None:
         "ops.accumulate(", "ops.choose(", "ops.choose_by(",
     }  # fmt: skip
     made = specs()
-    # Half types have caps of their own.
+    # 16-bit types have a soft cap function of their own.
     made["half"] = replace(made["softcap"], dtype=torch.bfloat16)
     seen = set()
     for spec in made.values():

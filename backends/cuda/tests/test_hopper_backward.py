@@ -1,4 +1,4 @@
-"""Hopper's backward, its source run in Python: sums against the dense formula, in any order."""
+"""Hopper's backward, its source run in Python in random order, against the dense formula."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
 
     Args:
         seed: of all that is drawn.
-        fixed: what isn't.
+        fixed: values that aren't drawn.
     """
 
     def __init__(self, seed: int, **fixed: Any) -> None:
@@ -67,10 +67,10 @@ class Case:
     def run(
         self, changed: tuple[str, str] = ("", "")
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield (name, what the kernel made, what the formula says).
+        """Yield (name, the kernel's result, the formula's).
 
         Args:
-            changed: as `run_kernel` takes it.
+            changed: argument of `run_kernel`.
         """
         problem = Problem(
             self.seed, self.pick, (self.width, self.value_width), self.batch, self.kv_heads,
@@ -119,14 +119,15 @@ class Case:
 
 
 def summed_rows(sums: np.ndarray, width: int) -> np.ndarray:
-    """[B * H, rows, width] of what lies as threads have it: element by element, as a thread of
-    wgmma's layout has 2 neighbours of each 8 columns of a row and of the 8th after it."""
+    """Return [B * H, rows, width] from sums in the order of threads, element by element: in
+    wgmma's layout a thread has 2 neighbours of each 8 columns, in a row and in the 8th row after
+    it."""
     flat = sums.reshape(len(sums), -1, width // 64, 128, 32)
     found = np.empty((len(sums), flat.shape[1], 64, width))
     for row in range(64):
         for column in range(64):
             thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-            # 8 threads with 4 elements fill a row of 32.
+            # Eight threads with 4 elements each fill a row of 32.
             place = column // 8 * 16 + thread // 32 * 4 + row % 8 // 2
             inside = row % 2 * 16 + thread % 4 * 4 + row % 16 // 8 * 2 + column % 2
             found[:, :, row, column::64] = flat[:, :, :, place, inside]
@@ -209,9 +210,9 @@ def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: s
     for seed in range(24):
         fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "q_block": 128}
         fixed["programs"] = 1 + seed % 2
-        # Of one key some gradients are NaN.
+        # Some gradients of one key are NaN.
         fixed["odd_key"] = 70 if "nan" in piece else None
-        # Of a step's dQ consumers make columns, rows, or what their own keys give.
+        # Consumers make a step's dQ by columns, by rows, or each from its own keys.
         block_m, width = ((64, 128), (128, 64), (64, 64))[seed % 3]
         fixed |= {"block_m": block_m, "width": width}
         try:

@@ -1,4 +1,4 @@
-"""Whole forward calls on a made-up Hopper GPU, whose kernel and mods run in Python, against the
+"""Whole forward calls on a stand-in Hopper GPU, whose kernel and mods run in Python, against the
 reference."""
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def packed(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Documents of 170 tokens."""
+    """Mask of documents of 170 tokens."""
     return (q // 170 == k // 170) & (q >= k)
 
 
 def lowest(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """As masks that are added: rows of which all scores are the lowest float, and others."""
+    """Score mod like an additive mask: some rows' scores are all the lowest float."""
     return score + ((q % 5 == 0) | ((q >= 128) & (q < 192)) | (k % 7 == 0)) * LOWEST
 
 
@@ -70,7 +70,8 @@ def farther(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def documents(dtype: torch.dtype = torch.int32, count: int = 400) -> Mod:
-    """Of 37 tokens, and others for each batch entry from the second on."""
+    """Return a mask of documents of 37 tokens, and of other lengths for each batch entry from the
+    second on."""
     ids = torch.arange(count).to(dtype).div(37, rounding_mode="floor")
 
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -89,7 +90,7 @@ def documents_of_batch() -> Mod:
 
 
 def slopes() -> Mod:
-    """Of heads: of what is read, nothing is columns'."""
+    """Return a score mod that reads slopes by head, so nothing by column."""
     by_head = torch.linspace(0.01, 0.3, 8)
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -99,7 +100,7 @@ def slopes() -> Mod:
 
 
 def weighed() -> Mod:
-    """By key, so that what is read is columns' alone."""
+    """Return a score mod that reads by key, so by column only."""
     by_key = torch.linspace(-1.0, 1.0, 400).sin() * 3
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -109,17 +110,17 @@ def weighed() -> Mod:
 
 
 def everything(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A mask whose blocks are all FULL."""
+    """Mask whose blocks are all FULL."""
     return (q >= 0) & (k >= 0)
 
 
 def of_every_kind(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Of five blocks of keys the first three are PARTIAL, and the last isn't whole."""
+    """Mask of five key blocks, of which the first three are PARTIAL and the last is cut off."""
     return (k % 128 < 100) | (k >= 384)
 
 
 def from_a_row_on(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """The first block of rows has no keys, the next ones PARTIAL and FULL ones."""
+    """Mask whose first block of rows has no keys, and the next ones PARTIAL and FULL blocks."""
     return (q >= 128) & ((k < 60) | (k >= 128))
 
 
@@ -129,12 +130,12 @@ def first_rows_see_all(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A call of 4 heads, 2 of keys.
+    """A call with 4 query heads and 2 KV heads.
 
     Args:
-        cores: programs at a time.
-        offsets: the call's index offsets.
-        odd: some elements aren't finite.
+        cores: number of concurrent programs.
+        offsets: index offsets of the call.
+        odd: whether some elements are non-finite.
     """
 
     rows: int = 200
@@ -163,7 +164,7 @@ CASES = {
     "two consumers, not finite": Case(300, 300, (72, 40), bent, packed, odd=True),
     "one program, not finite": Case(300, 300, (128, 128), mask=packed, cores=1, odd=True),
     "where the queries were": Case(130, 140, (256, 256)),
-    # The second part of the columns may not be full.
+    # The second part of the columns may not be filled.
     "two parts": Case(300, 300, (96, 96), bent, packed, batch=2, cores=5),
     "two parts of scores": Case(300, 300, (96, 96), mask=packed),
     "two parts, not finite": Case(300, 300, (72, 88), bent, packed, odd=True),
@@ -173,7 +174,7 @@ CASES = {
     "two parts of queries, scored": Case(100, 140, (192, 96), bent, packed),
     "one part of queries, scored": Case(100, 140, (256, 96), bent),
     "two parts of values": Case(200, 140, (64, 96), bent, packed, cores=2),
-    # As many programs as tiles of 64 rows.
+    # There are as many programs as tiles of 64 rows.
     "one consumer": Case(300, 200, batch=2, cores=40),
     "one consumer, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=40),
     "one consumer, blocks of 192": Case(300, 300, mask=packed, block=192, cores=20),
@@ -185,7 +186,8 @@ CASES = {
     "one consumer, documents, away": Case(
         200, 300, (128, 128), mask=documents(), offsets=AWAY, cores=16
     ),
-    # Steps with dead pairs have a loop of their own there, and here 0, some or all are such.
+    # With these head dims steps with dead pairs have a loop of their own. None, some or all steps
+    # are such here.
     "all plain": Case(256, 384, (128, 128), mask=everything, batch=2),
     "plain but for the end": Case(200, 300, (128, 128), mask=everything),
     "of every kind": Case(130, 600, mask=of_every_kind),
@@ -208,7 +210,7 @@ CASES = {
 
 
 def moved(mod: Mod | None, offsets: Offsets) -> Mod | None:
-    """A mod whose indices begin elsewhere."""
+    """Return a mod whose indices are offset."""
     if mod is None:
         return None
     return lambda *given: mod(
@@ -217,7 +219,7 @@ def moved(mod: Mod | None, offsets: Offsets) -> Mod | None:
 
 
 def watched(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
-    """It fails if it is asked about rows and keys that aren't the call's."""
+    """Return a function that fails when called with rows or keys outside of the call."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     _, _, first_row, first_key = case.offsets
@@ -239,7 +241,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
     """Compare a call's outputs with the reference's, and return the kernel's consumers.
 
     Args:
-        changed, seed: as `run_kernel` takes them.
+        changed, seed: arguments of `run_kernel`.
     """
     ran = []
 
@@ -257,7 +259,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
         ran.append(program.constants["CONSUMERS"])
 
     def launch_away(made: Any, sizes: Any, fit: Any, call: Any, *more: Any) -> None:
-        """No argument of a user's sets offsets."""
+        """Launch with index offsets, which no public argument sets."""
         call = copy.copy(call)
         object.__setattr__(call, "index_offsets", case.offsets)
         forward_call.launch_forward(made, sizes, fit, call, *more)
@@ -266,7 +268,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
     q = torch.randn(case.batch, case.rows, 4, case.dims[0]).half().transpose(1, 2)
     k, v = (torch.randn(case.batch, 2, case.keys, d).half() for d in case.dims)
     if case.odd:
-        # Of several tiles of a program, and of both ends of a head.
+        # Non-finite values are in several tiles of a program, and at both ends of a head.
         k[0, 1, 130, 5] = torch.nan
         v[0, 0, 20, 7], v[0, 1, 90, 1], v[-1, 0, -1] = torch.nan, -torch.inf, torch.inf
     score, mask_mod = moved(case.score, case.offsets), moved(case.mask, case.offsets)
@@ -301,8 +303,8 @@ def test_a_call_gives_what_the_reference_gives(name: str) -> None:
 
 @pytest.mark.parametrize("cores", [1, 4])
 def test_tiles_are_those_that_the_order_names(cores: int) -> None:
-    """Of each batch entry and head: in any order the outputs are right, and one that isn't named
-    isn't written."""
+    """The order is drawn for each batch entry and head. Outputs are right in any order, and a tile
+    that the order doesn't name isn't written."""
     case = Case(300, 300, (128, 128), mask=documents_of_batch(), batch=2, cores=cores)
     some = torch.tensor([[0, 1, 2], [2, 0, 1], [1, 2, 0], [1, 0, 2], [2, 1, 0]])
     order = some[torch.arange(8) % 5].view(2, 4, 3).to(torch.int32)

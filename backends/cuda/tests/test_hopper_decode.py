@@ -1,4 +1,4 @@
-"""Hopper's decoding, its source run in Python: sums against the dense formula, in any order."""
+"""Hopper's decoding, its source run in Python in random order, against the dense formula."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Case:
 
     Args:
         seed: of all that is drawn.
-        fixed: what isn't.
+        fixed: values that aren't drawn.
     """
 
     def __init__(self, seed: int, **fixed: Any) -> None:
@@ -84,12 +84,12 @@ class Case:
         self.pick = pick
 
     def run(self, changed: tuple[str, str] = ("", ""), order: int = 0) -> np.ndarray:
-        """Compare what the kernel writes, or its parts add up to, with the formula. Return what
-        it writes.
+        """Compare the kernel's output, or the sum of its parts, with the formula. Return its
+        output.
 
         Args:
-            changed: as `run_kernel` takes it.
-            order: of what happens, another one for each number.
+            changed: argument of `run_kernel`.
+            order: seed of the order of events.
         """
         numbers = np.random.default_rng(self.seed)
         heads, rows, keys = self.kv_heads * self.group, self.rows, self.keys
@@ -133,7 +133,7 @@ class Case:
         each = np.diff(edges) if self.plan else np.array([unit_steps])
         of_units = np.repeat(np.broadcast_to(each, self.batch), self.kv_heads)
         places = self.programs + self.batch * self.kv_heads
-        # In one memory, but a float here has 64 bits.
+        # Counts and floats share memory, but a float has 64 bits here.
         units = self.batch * self.kv_heads
         counted = -(-units // 2) * 4
         partial = np.full(counted + places * self.group * rows * (self.value_dim + 3), 1e9)
@@ -145,7 +145,7 @@ class Case:
         counts = numbers.choice(left, units)
         out = np.full((self.batch, rows, heads, self.value_dim + 8), 1e9)
         sums = np.full((2, self.batch, heads, rows), 1e9)
-        # Rows of queries lie 8 elements apart, or a multiple.
+        # Rows of queries are a multiple of 8 elements apart.
         padded = np.full((*q.shape[:3], self.width), np.nan)
         padded[..., : self.dim] = q
         run_kernel(
@@ -181,7 +181,7 @@ class Case:
             CALLED,
         )  # fmt: skip
 
-        # What a program has of a unit.
+        # Find each program's part of a unit.
         total = int(of_units.sum())
         ends = np.cumsum(of_units)
         for unit, (end, count) in enumerate(zip(ends, of_units, strict=True)):
@@ -209,17 +209,18 @@ class Case:
                     found = partial_sums[parts, packed]
                     found[:, 0] *= 1.0 if self.has_score_mod else scale
                     compare_parts(score, v[place, kv_head], found, partial_out[parts, packed])
-        # Nobody wrote elsewhere.
+        # No program wrote elsewhere.
         written = (partial_sums != 1e9).any(axis=(1, 2)).sum()
         assert written <= self.programs + (of_units > 0).sum()
         assert (out[..., self.value_dim :] == 1e9).all() and (partial[:counted] == 1e9).all()
-        # Nothing is left counted, nor a mark, for who comes next may have the same memory, and
-        # somebody may have written to a part of it.
+        # No count or mark is left: the next launch may get the same memory after something else
+        # has written to a part of it.
         assert not self.adds or (counts[of_units > 0] == 0).all()
         return np.concatenate([out.ravel(), sums.ravel()])
 
     def listed(self, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(edges, steps) of `decode_steps.steps_kernel`, of kinds [entries, blocks of keys]."""
+        """Return (edges, steps) as `decode_steps.steps_kernel` writes them, from kinds of blocks
+        [entries, blocks of keys]."""
         found: list[list[tuple[int, int]]] = []
         for row in kinds:
             steps: list[tuple[int, int]] = []
@@ -244,7 +245,7 @@ class Case:
 
 
 def compare_parts(score: np.ndarray, v: np.ndarray, sums: np.ndarray, values: np.ndarray) -> None:
-    """A row's parts against its scores."""
+    """Compare a row's parts with its scores."""
     seen = score != -np.inf
     odd = np.isnan(score).any()
     if not seen.any():
@@ -270,7 +271,7 @@ def compare_parts(score: np.ndarray, v: np.ndarray, sums: np.ndarray, values: np
 def compare_rows(
     score: np.ndarray, v: np.ndarray, found: np.ndarray, lse: float, max_score: float
 ) -> None:
-    """What is written of a row against its scores."""
+    """Compare a row's outputs with its scores."""
     seen = score != -np.inf
     if not seen.any():
         assert lse == max_score == -np.inf and (found == 0).all()

@@ -1,5 +1,5 @@
-"""Hopper's backward above head dim 128, its source run in Python: gradients against the dense
-formula, in any order."""
+"""Hopper's backward above head dim 128, its source run in Python in random order, against the
+dense formula."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
     Args:
         seed: of all that is drawn.
-        fixed: what isn't.
+        fixed: values that aren't drawn.
     """
 
     def __init__(self, seed: int, **fixed: Any) -> None:
@@ -50,7 +50,7 @@ class Case:
             return fixed.get(name, value)
 
         self.seed = seed
-        # Of tiles' parts; narrow ones are as good here.
+        # Widths of tiles' parts; narrow ones suffice here.
         self.parts: Widths = drawn("parts", (32,), (16, 8))
         self.value_parts: Widths = drawn("value_parts", (32,), (16, 8), (16,))
         self.batch = drawn("batch", 1, 2)
@@ -77,10 +77,10 @@ class Case:
     def run(
         self, changed: tuple[str, str] = ("", "")
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield (name, what the kernels made, what the formula says).
+        """Yield (name, the kernels' result, the formula's).
 
         Args:
-            changed: as `run_kernel` takes it.
+            changed: argument of `run_kernel`.
         """
         problem = self.problem
         values = problem.row_values()
@@ -141,7 +141,7 @@ class Case:
 
 
 def _boxes(name: str, array: np.ndarray, parts: Widths) -> dict[str, Box | None]:
-    """Descriptors of both parts."""
+    """Return descriptors of both parts."""
     first, *rest = (Box(array, (1, 1, 64, columns)) for columns in parts)
     return {name: first, f"{name}_2": rest[0] if rest else None}
 
@@ -222,7 +222,7 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 def test_without_a_piece_of_its_protocol_a_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(24):
         fixed = {"rows": 300, "keys": 300, "odd_key": 70 if "said" in piece else None}
-        # Scores of keys past the end, which are 0, are far above all others then.
+        # Then scores of keys past the end, which are 0, are far above all others.
         fixed["low"] = "kv_length" in piece
         try:
             check(Case(seed, **fixed), (piece, instead))

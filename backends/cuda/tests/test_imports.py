@@ -1,4 +1,5 @@
-"""What loading the kernel class imports: Triton reads the source of each kernel's functions."""
+"""Imports of the kernel class: they are few, because Triton reads the source of each kernel's
+functions."""
 
 from __future__ import annotations
 

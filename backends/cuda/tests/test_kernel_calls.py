@@ -32,12 +32,12 @@ Launched = tuple[Program, int, Mapping[str, object]]
 
 
 class Asked(Exception):
-    """Explain has said what it is asked for."""
+    """Raised when explain has answered."""
 
 
 @contextlib.contextmanager
 def hopper() -> Iterator[list[Launched]]:
-    """Yields what is launched."""
+    """Yield the launches."""
     with isolated():
         register("cuda", OnHopper)
         with recording() as launched:
@@ -52,7 +52,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def variant_of(number: int) -> str:
-    """What explain says of a call, without numbers of programs and without reasons."""
+    """Return explain's description of a call, without numbers of programs and without reasons."""
     import gpu_random  # type: ignore[import-not-found]
 
     case = gpu_random.case_of(number)
@@ -93,7 +93,7 @@ def test_whatever_hoppers_kernel_a_random_call_takes_some_are_listed() -> None:
 
 
 def kernels_of(launched: Iterable[Launched]) -> set[str]:
-    """Each kernel's module and name, and what it is compiled with, mods by their text."""
+    """Return each kernel's module, name and constants, with mods by their text."""
     found = set()
     for program, _, _ in launched:
         function = program.function.fn
@@ -108,12 +108,12 @@ def kernels_of(launched: Iterable[Launched]) -> set[str]:
 
 
 def run_row(case: BenchCase, direction: Direction) -> None:
-    """Call as `anyflex bench` does what it times."""
+    """Make the call that `anyflex bench` times."""
     lengths = (case.q_shape[2], case.kv_shape[2])
     mask_mod = make_mask_mod(case.masks, lengths, CPU)
     mask = None if mask_mod is None else anyflex.create_block_mask(mask_mod, None, None, *lengths)
     learns = direction == "backward"
-    # Nothing is written to them: of large ones the system gives no memory.
+    # These tensors are never written, so the system allocates no memory for large ones.
     tensors = [
         torch.empty(shape, dtype=case.torch_dtype).requires_grad_(learns)
         for shape in (case.q_shape, case.kv_shape, case.v_shape)
@@ -136,15 +136,15 @@ def test_the_kernels_of_a_preset_s_rows_are_launched_by_the_calls(
     rows: dict[str, str] = {}
     with hopper() as launched:
         for preset_row in PRESETS["h200"]:
-            # Else kernels differ in the number that they compare with.
+            # Otherwise kernels would differ in the number that they compare with.
             row = dataclasses.replace(preset_row, masks=preset_calls.nearer(preset_row.masks))
             for direction in row.directions:
                 launched.clear()
                 run_row(row, direction)
                 for kernel in kernels_of(launched):
                     rows.setdefault(kernel, f"{row.name}, {direction}")
-        # Behind the rows: random calls have other numbers in their mods, and from the second on a
-        # number is compiled otherwise.
+        # This stands behind the rows, because random calls have other numbers in their mods, and a
+        # number's second value is compiled differently.
         launched.clear()
         for number in OF_EACH_KERNEL:
             case = gpu_random.case_of(number)

@@ -1,4 +1,4 @@
-"""One choice by several conditions: what is asked of a mask mod, and the PTX that asks it."""
+"""One select by several conditions: the conditions of a mask mod, and their PTX."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMES[::7] = torch.nan
 KEEPS = torch.rand(LENGTH) < 0.7
 ENDS = torch.tensor([200, -(2**62), 2**62, 250])
 EXACT_TIMES = torch.rand(LENGTH, dtype=torch.float64)
-# As float32 some are equal.
+# Some of these are equal as float32.
 EXACT_TIMES[1::2] = EXACT_TIMES[::2] + 1e-12
 LOWS = torch.full((4,), -30)
 LARGE = torch.full((LENGTH,), 2**63 - 1)
@@ -44,7 +44,8 @@ ZEROS = torch.zeros(4, dtype=torch.int32)
 
 
 def reading(mask_mod: Mask) -> Mask:
-    """The same; masks that read nothing are left as they are."""
+    """Return a mask mod with the same result that reads a tensor; `mask_scores` leaves other masks
+    alone."""
     return lambda b, h, q, k: mask_mod(b, h, q, k) & (ZEROS[b] == 0)
 
 
@@ -56,7 +57,8 @@ def shifted_window(size: int, shift: int) -> Mask:
     return reading(lambda b, h, q, k: (k + shift > q - size) & (k - q < 5))
 
 
-# Each with how many comparisons are of kv_idx alone with what depends on the row at most.
+# Masks, each with the number of its comparisons of kv_idx alone with something that depends on the
+# row at most.
 MASKS: dict[str, tuple[Mask, int]] = {
     **{f"window of {size}": (window(size), 2) for size in EXTREMES},
     **{f"shifted by {shift}": (shifted_window(50, shift), 1) for shift in EXTREMES[:4]},
@@ -80,7 +82,7 @@ MASKS: dict[str, tuple[Mask, int]] = {
 
 
 def of_mask(mask_mod: Mask) -> tuple[str, dict[str, Mask], dict[str, Any]]:
-    """The text, its module's functions, and what they are given of captured tensors."""
+    """Return the text, its module's functions, and their captured arguments."""
     traced = anyflex.create_block_mask(mask_mod, None, None, 16, 16).traced
     assert traced is not None
     spec = Spec(
@@ -112,7 +114,7 @@ def memory(tensor: Tensor) -> Any:
 def test_dead_pairs_are_those_of_the_mask_mod(name: str) -> None:
     mask_mod, of_keys = MASKS[name]
     text, functions, given = of_mask(mask_mod)
-    # Blackwell reads nothing early.
+    # Blackwell prefetches nothing.
     alone, of_read = text.split("def mask_scores_of_read(")
     assert "ops.choose(" in alone
     assert "ops.choose_by(" in of_read

@@ -1,4 +1,5 @@
-"""Which calls Hopper's forward takes, what the others are told, and what it is launched with."""
+"""Routing of forward: which calls Hopper's kernel takes, what explain says of the others, and the
+launch's arguments."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_heads_that_run_at_a_time_share_the_second_cache(
     q, k, v = drawn(*[(1, heads, length, 128)] * 3)
     ((_, _, values),), _ = launches(q, k, v)
     assert values["head_group"] == without_mask
-    # The longest tiles first, of as many heads as the cache holds.
+    # The longest tiles come first, in groups of as many heads as the cache holds.
     mask = anyflex.create_block_mask(causal, None, None, length, length)
     ((_, _, values),), _ = launches(q, k, v, None, mask)
     assert values["head_group"] == under_one
@@ -88,7 +89,7 @@ def test_a_mask_and_a_score_mod_come_along() -> None:
 
 
 def strided(shape: tuple[int, ...], stride: int) -> Tensor:
-    """Rows `stride` elements apart."""
+    """Return a tensor with rows `stride` elements apart."""
     return torch.zeros((*shape[:3], stride), dtype=torch.bfloat16)[..., : shape[3]]
 
 
@@ -142,7 +143,7 @@ def test_tritons_that_were_tried() -> None:
     for found in (CudaBackend("cuda", "cuda"), TritonBackend("cuda.triton", "cuda")):
         note = found.notes()[0]
         assert note == f"tried with Triton {TRIED}; here is triton {version_of('triton')}"
-    # Those that the checks compile with.
+    # Versions that the checks compile with.
     root = Path(__file__).parents[3]
     pinned = re.findall(r"^triton==(\d+\.\d+)", (root / "constraints-dev.txt").read_text(), re.M)
     newest = re.findall(r"newest-triton/(\d+\.\d+)", (root / "Makefile").read_text())
@@ -159,7 +160,7 @@ def test_a_triton_without_a_version_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def heads_last(*shape: int) -> Tensor:
-    """[B, H, L, E] of memory [B, L, H, E]."""
+    """Return [B, H, L, E] with memory order [B, L, H, E]."""
     b, h, length, dim = shape
     return torch.zeros(b, length, h, dim, dtype=torch.bfloat16).transpose(1, 2)
 
@@ -173,7 +174,7 @@ def each_of(count: int, make: Callable[..., Tensor], *shape: int) -> list[Tensor
     return [make(*shape) for _ in range(count)]
 
 
-# One kernel serves them all; what one call was answered must not answer the next.
+# One kernel serves all these calls; a cached decision about one must not be applied to the next.
 IN_TURN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "contiguous": lambda: (*drawn(*[(1, 2, 256, 64)] * 3),),
     "heads last": lambda: (*each_of(3, heads_last, 1, 2, 256, 64),),
@@ -192,7 +193,7 @@ IN_TURN: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 def facts(launch: Any) -> tuple[Any, ...]:
-    """A launch without its tensors."""
+    """Return a launch without its tensors."""
     program, grid, values = launch
     plain = {
         name: (value.shape, value.strides, value.block_shape)
@@ -380,7 +381,7 @@ def test_fast_tanh_is_taken_and_said_where_all_of_a_call_is_hoppers() -> None:
     launched, said = launches(*drawn(*[SHAPE] * 3), score_mod=softcap)
     assert "fast tanh" not in said
     assert not takes_fast_tanh(launched[0][0])
-    # In training a part that is portable would compute other weights.
+    # In training a portable part would compute other weights.
     for more, taken in (({}, True), ({"block_mask": small_blocks()}, False)):
         leaves = [x.requires_grad_() for x in drawn(*[SHAPE] * 3)]
         _, said = launches(*leaves, **fast, **more)
@@ -391,7 +392,7 @@ def test_fast_tanh_is_taken_and_said_where_all_of_a_call_is_hoppers() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert "dq portable" in said and "fast tanh" not in said
-    # The portable pass makes what a table learns where query doesn't want a gradient.
+    # The portable pass makes a table's gradient where query doesn't want one.
     q, k, v = drawn(*[SHAPE] * 3)
     table = torch.zeros(SHAPE[1], requires_grad=True)
     fast["score_mod"] = lambda s, b, h, i, j: softcap(s + table[h], b, h, i, j)

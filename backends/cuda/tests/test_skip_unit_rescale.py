@@ -1,4 +1,5 @@
-"""What forward's rescaling does in a warp: its instructions, on registers they may be given."""
+"""Forward's rescaling in a warp: its instructions, run on registers that the compiler may
+assign."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from anyflex_cuda import skip_unit_rescale
 LANES, COUNT = 32, 8
 ONE = "0f3F800000"
 FIRST, SECOND = (0, 1, 4, 5), (2, 3, 6, 7)
-"""A thread's elements of each of its rows."""
+"""Indices of a thread's elements in each of its two rows."""
 Values = npt.NDArray[np.float32]
 
 
 def places_of(constraints: Sequence[str]) -> list[int]:
-    """A register for each operand, as badly shared as is allowed: what goes out may stand where
-    the last operands do that come in, unless it is said to be written early."""
+    """Return a register for each operand, shared as much as constraints allow: outputs may share
+    registers with the last inputs, unless they are early clobbers."""
     found: list[int] = []
     for number, constraint in enumerate(constraints):
         assert re.fullmatch(r"=&?f|f|\d+", constraint)
@@ -32,7 +33,7 @@ def places_of(constraints: Sequence[str]) -> list[int]:
 
 
 def run_warp(text: str, constraints: Sequence[str], given: Sequence[Values]) -> Values:
-    """What goes out, [operands, LANES], where `given` comes in."""
+    """Run the instructions with inputs `given`. Return the outputs [operands, LANES]."""
     places = places_of(constraints)
     outputs = sum(each.startswith("=") for each in constraints)
     memory = np.full((len(constraints), LANES), np.nan, np.float32)
@@ -73,7 +74,7 @@ def test_sums_are_rescaled_if_any_row_of_the_warp_has_grown(
     sums = random.normal(size=(COUNT, LANES)).astype(np.float32)
     factors = np.ones((COUNT, LANES), np.float32)
     for lane, row in enumerate(rows, start=17):
-        # Of one thread alone.
+        # Change the factor of one thread only.
         factors[list(row), lane] = factor
     constraints = skip_unit_rescale.operands.fn(COUNT).split(",")
     found = run_warp(skip_unit_rescale.instructions.fn(COUNT), constraints, [*sums, *factors])

@@ -1,4 +1,4 @@
-"""The order in which forward takes a head's tiles: against a plain count of what their rows see,
+"""Order in which forward takes a head's tiles: against a plain count of the blocks that rows see,
 and which calls have one."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 
 def drawn_mask(pick: random.Random, q_block: int) -> tuple[MaskViews, list[list[int]]]:
-    """(a mask, the blocks that each row of each of its heads visits)."""
+    """Return (a mask, the number of blocks that each row of each head visits)."""
     batch, heads, rows = pick.choice((1, 2)), pick.choice((1, 3)), pick.randint(1, 20)
     length = rows * q_block - pick.choice((0, 1, q_block // 2, q_block - 1))
     edges: list[list[int]] = []
@@ -42,7 +42,7 @@ def drawn_mask(pick: random.Random, q_block: int) -> tuple[MaskViews, list[list[
                 runs.append((first, at, pick.choice((1, 2))))
                 counts[-1][row] += at - first
             edges[-1].append(len(runs))
-    # What lies past the last run means nothing.
+    # Entries past the last run are arbitrary.
     runs += [(7, -(10**9), 77)] * pick.choice((2, 9))
     offsets = torch.tensor(edges, dtype=torch.int32).view(batch, heads, rows + 1)
     if pick.random() < 0.3:
@@ -52,7 +52,7 @@ def drawn_mask(pick: random.Random, q_block: int) -> tuple[MaskViews, list[list[
 
 
 def wanted(counts: list[int], length: int, q_block: int, block_m: int) -> list[int]:
-    """A head's tiles, the shortest first, of equally long ones the first."""
+    """Return a head's tiles, the shortest first, and equally long ones in their order."""
 
     def blocks(tile: int) -> int:
         ends = tile * block_m, min(tile * block_m + block_m, length) - 1
@@ -64,7 +64,7 @@ def wanted(counts: list[int], length: int, q_block: int, block_m: int) -> list[i
 @pytest.mark.parametrize(
     ("q_block", "block_m"),
     [(128, 64), (128, 128), (256, 64), (256, 128), (192, 192), (384, 192), (384, 128),
-     # Blackwell's, whose halves may be of two rows of blocks.
+     # Tiles of Blackwell, whose halves may belong to two rows of blocks.
      (128, 256), (384, 256), (512, 256)],
 )  # fmt: skip
 def test_tiles_are_sorted_by_the_blocks_that_their_rows_visit(q_block: int, block_m: int) -> None:
@@ -101,8 +101,8 @@ def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Of 170 tokens, as other tests' of this folder: another number would make it an argument of
-    the kernel, which Python can't run then."""
+    """Mask of documents of 170 tokens, like other tests' of this folder. Another number would
+    become a run-time argument, which the kernel in Python doesn't take."""
     return (q // 170 == k // 170) & (q >= k)
 
 
@@ -121,13 +121,13 @@ def test_a_mask_that_the_host_does_not_know_has_none() -> None:
     offsets, runs = (tensor.to("meta") for tensor in (host.offsets, host.runs))
     elsewhere = MaskViews(offsets, runs, 2048, 2048, (128, 128))
     assert tile_order(elsewhere, 128) is None
-    # From when on it does, there is one, where the mask is.
+    # Once the host has a copy, there is an order, on the mask's device.
     found = tile_order(elsewhere.with_copy(host), 128)
     assert found is not None and found.tiles.device.type == "meta"
 
 
 class OfCuda:
-    """A mask's views that say they are on a GPU."""
+    """Views of a mask that claim to be on a GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -142,7 +142,7 @@ def test_a_graph_that_captures_the_first_call_has_none_and_keeps_none(
     views = cast(MaskViews, OfCuda(host))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert tile_order(views, 128) is None
-    # That it needs none can be found out and kept.
+    # A result of None is found out and cached too.
     assert tile_order(cast(MaskViews, OfCuda(mask_of(causal).views())), 128) is None
     found = tile_order(host, 128)
     assert found is not None
@@ -187,7 +187,7 @@ def test_where_all_tiles_run_at_once_nothing_is_counted() -> None:
     with mock.patch.object(tested, "_costs", wraps=tested._costs) as counted:
         _, values = launched(mask, CORES // 8, 512)
         assert values["ordered"] == 0 and counted.call_count == 0
-        # Of 128 rows, and still a multiprocessor for each.
+        # Tiles have 128 rows, and each still has a multiprocessor.
         _, values = launched(mask, CORES // 4, 512)
         assert values["ordered"] == 0 and counted.call_count == 0
 

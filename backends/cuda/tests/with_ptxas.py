@@ -1,4 +1,4 @@
-"""Compiling a program together with what ptxas says of it, and the machine's instructions."""
+"""Compilation of a program together with ptxas's report and its machine code."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BINARIES = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within, whatever is compiled is compiled anew, and Triton prints what ptxas says, which it
-    throws away else."""
+    """Within this context programs are compiled without the cache, and Triton prints ptxas's
+    report, which it otherwise drops."""
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
@@ -35,7 +35,7 @@ def compiling() -> Iterator[None]:
 
 
 def compiled(program: Program, target: GPUTarget = HOPPER) -> tuple[Any, str]:
-    """(what Triton makes of it, what ptxas says), while `compiling`."""
+    """Return (compiled kernel, ptxas's report). Call it within `compiling`."""
     said = io.StringIO()
     with redirect_stdout(said):
         made = triton.compile(program.source(), target=target, options=program.options.keywords())
@@ -45,14 +45,14 @@ def compiled(program: Program, target: GPUTarget = HOPPER) -> tuple[Any, str]:
 
 
 def spills_of(told: str) -> int:
-    """Bytes."""
+    """Return the bytes of spills that ptxas reports."""
     stores = re.search(r"(\d+) bytes spill stores", told)
     assert stores is not None, told
     return int(stores[1])
 
 
 def sass_of(made: Any) -> str:
-    """The machine's instructions."""
+    """Return the kernel's machine code."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(made.asm["cubin"])

@@ -1,4 +1,5 @@
-"""A made-up machine for each test that asks for one; tests for owners of a GPU skip elsewhere."""
+"""Fixtures: a simulated machine for tests that request one. Tests for owners of a GPU are skipped
+elsewhere."""
 
 from __future__ import annotations
 

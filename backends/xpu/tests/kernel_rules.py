@@ -1,15 +1,13 @@
-"""Rules that kernels for Intel GPUs keep, checked on their source: what Intel's compiler lacks,
-doesn't compile well, or understands otherwise.
+"""Rules for the source of kernels for Intel GPUs: they exclude what Intel's compiler lacks,
+compiles badly, or understands differently.
 
-A *kernel* is a function under ``@triton.jit``. What stands under ``if DESCRIBED == "host"`` is
-left out: it is compiled for targets that get descriptors as arguments, and an Intel GPU is none of
-them.
+A *kernel* is a function under ``@triton.jit``. Code under ``if DESCRIBED == "host"`` is skipped:
+it is compiled for targets that get descriptors as arguments, which Intel GPUs don't.
 
-Intel's compiler makes a 2D block load of a descriptor's only where it finds, in the same function,
-the operation that made the descriptor. Before it looks, kernels have been inlined into each other:
-a kernel may hand its descriptor to another, and that one loads by it under ``if DESCRIBED is not
-None``. What Triton makes of the kernels shows that too: tests/test_compiled_kernels.py of
-`anyflex-triton`.
+Intel's compiler turns a load by a descriptor into a 2D block load only if the same function
+creates the descriptor. It checks that after inlining, so a kernel may pass its descriptor to
+another, which loads by it under ``if DESCRIBED is not None``. `anyflex-triton`'s
+tests/test_compiled_kernels.py shows the same in compiled kernels.
 """
 
 from __future__ import annotations
@@ -34,9 +32,11 @@ BANNED_KEYWORDS = {
     "noinline": "a descriptor's loads are in the function that makes it, once that is inlined",
 }
 VENDORS = ("cuda", "hip", "intel")
-"""Below ``triton.language.extra``; ``triton.language.extra.libdevice`` is for all of them."""
+"""Vendors' modules below ``triton.language.extra``. ``triton.language.extra.libdevice`` is for all
+vendors."""
 DESCRIBED = "DESCRIBED"
-"""The constant that says who makes descriptors; for an Intel GPU ``"kernel"`` or None."""
+"""Name of the constant that says where descriptors are created; for an Intel GPU ``"kernel"`` or
+None."""
 LEAVES = "a descriptor is used in the function that makes it, or handed to a kernel"
 BANNED_MODULES = ("triton.tools.tensor_descriptor", "triton.experimental")
 ACCESSES = ("load", "store", "gather", "scatter", "atomic_add", "atomic_max", "atomic_min")
@@ -44,14 +44,14 @@ ACCESSES = ("load", "store", "gather", "scatter", "atomic_add", "atomic_max", "a
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Where a rule is broken, and which."""
+    """A broken rule and its place."""
 
     line: int
     rule: str
 
 
 def violations(source: str) -> list[Violation]:
-    """Return what a module's source breaks, in the order of its lines."""
+    """Return the violations in a module's source, in the order of its lines."""
     tree = _OfThisTarget().visit(ast.parse(source))
     found = [*_everywhere(tree)]
     kernels = set(_kernels(tree))
@@ -62,7 +62,7 @@ def violations(source: str) -> list[Violation]:
 
 
 class _OfThisTarget(ast.NodeTransformer):
-    """Leaves out what is for other targets."""
+    """Removes code for other targets."""
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -94,7 +94,7 @@ def _everywhere(tree: ast.Module) -> Iterator[Violation]:
         elif isinstance(node, ast.Name) and node.id in BANNED_NAMES:
             yield Violation(node.lineno, BANNED_NAMES[node.id])
         elif isinstance(node, ast.Constant) and id(node) not in docstrings:
-            # Source text that the package writes.
+            # The string is source text that the package generates.
             yield from _in_text(str(node.value), node.lineno)
 
 
@@ -155,8 +155,8 @@ def _where_described(kernel: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def _kernels(tree: ast.Module) -> Iterator[str]:
-    """Names of the module's kernels and records, and of what it has from other modules of the
-    package."""
+    """Yield the names of the module's kernels and records, and of its imports from other modules
+    of the package."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and _is_kernel(node, "jit", "record"):
             yield node.name
@@ -178,7 +178,7 @@ def _assigned(kernel: ast.FunctionDef, call: ast.AST) -> bool:
 
 
 def _is_kernel(function: ast.FunctionDef | ast.ClassDef, *names: str) -> bool:
-    """Whether it has a decorator of one of these names, "jit" where none is given."""
+    """Return whether a function has a decorator of one of these names, by default "jit"."""
     decorators = [
         each.func if isinstance(each, ast.Call) else each for each in function.decorator_list
     ]
@@ -202,7 +202,8 @@ def _module_problem(module: str) -> str | None:
 
 
 def _of_a_mapping(node: ast.Attribute) -> bool:
-    """`advance` is a common word: only `tl.advance` is meant."""
+    """Return whether an attribute is a method of something else than `tl`: only `tl.advance` is
+    meant."""
     return node.attr == "advance" and _last(node.value) not in ("tl", "language")
 
 
@@ -213,7 +214,7 @@ def _last(node: ast.AST) -> str:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[int]:
-    """Ids of strings that stand alone: they are documentation."""
+    """Yield the ids of strings that are statements: they are documentation."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield id(node.value)

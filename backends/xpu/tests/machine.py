@@ -1,4 +1,4 @@
-"""A made-up machine: distributions as an installer leaves them, and a torch with Intel GPUs."""
+"""Simulated machine: distributions as an installer leaves them, and a torch with Intel GPUs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Machine"]
 
 
 class Machine:
-    """What probing sees: only distributions that a test has put here.
+    """Simulated machine for probing, with only those distributions that a test has installed.
 
     Args:
-        patch: undoes everything.
+        patch: fixture that undoes everything.
         site: an empty folder, the only one with distributions.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, site: Path) -> None:
         self.patch, self.site = patch, site
-        # The interpreter's own modules and sources that are imported from a checkout stay.
+        # Keep the interpreter's own modules and sources that are imported from a checkout.
         kept = [each for each in sys.path if not each.endswith(("site-packages", "dist-packages"))]
         patch.setattr(sys, "path", [str(site), *kept])
-        # Editable installations find their packages here; probing asks for `triton` alone.
+        # Editable installations find their packages through these; probing only asks for `triton`.
         for name in [*sys.modules]:
             if name.partition(".")[0] in ("triton", "intel_extension_for_pytorch"):
                 patch.delitem(sys.modules, name)
@@ -46,14 +46,14 @@ class Machine:
         files: Mapping[str, str] | None = None,
         recorded: bool = True,
     ) -> None:
-        """Install a distribution, over files that are there already.
+        """Install a distribution over existing files.
 
         Args:
-            name, version: its own; None: its metadata names no version.
+            name, version: name and version. None: the metadata has no version.
             points: entry points of group ``triton.backends``.
-            requires: its requirements.
+            requires: requirements of the distribution.
             files: path -> content.
-            recorded: its RECORD has its files.
+            recorded: whether its RECORD lists its files.
         """
         info = self.site / f"{name.replace('-', '_')}-{version or 0}.dist-info"
         info.mkdir()
@@ -83,7 +83,8 @@ class Machine:
         self.put(name, version, points=backends, files=files, **more)
 
     def torch(self, version: str, *, devices: Sequence[Mapping[str, Any]] = ({},)) -> None:
-        """Be a torch of that version, with devices of these properties beside the usual ones."""
+        """Simulate a torch of that version, with devices of these properties besides the usual
+        ones."""
         built = "xpu" in version
         usual = {
             "name": "Intel(R) Data Center GPU Max 1100",

@@ -1,10 +1,10 @@
-"""The conformance kit on an NVIDIA GPU, of the portable kernels with Intel's configurations.
+"""Conformance kit on an NVIDIA GPU, for the portable kernels with Intel's configurations.
 
     python backends/xpu/tests/on_nvidia.py [--jobs 16, or what else `anyflex conformance` takes]
 
-Compiled code, bfloat16 and all cases, which the interpreter has no time for: it says that these
-tiles, and descriptors that kernels make, give the right numbers; nothing of Intel's compiler.
-Exits as `anyflex conformance` does.
+It covers compiled code, bfloat16 and all cases, which are too slow for the interpreter. It shows
+that these tiles, and descriptors that kernels create, give right numbers; it shows nothing about
+Intel's compiler. Exits as `anyflex conformance` does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "cuda.intel_tiles"
 
 
 class IntelTilesBackend(TritonBackend):
-    """`cuda.triton` with the table's entries of Intel's GPUs."""
+    """`cuda.triton` with the config table's entries for Intel's GPUs."""
 
     priority = TritonBackend.priority - 1
 
@@ -42,8 +42,8 @@ class IntelTilesBackend(TritonBackend):
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         from triton.runtime import _allocation
 
-        # Descriptors that a kernel makes lie in memory that Triton asks for at a launch. Its own
-        # setting belongs to a thread, and backward runs in autograd's.
+        # Descriptors that a kernel creates are in memory that Triton allocates at launch. Its
+        # public setting is per thread, and backward runs in autograd's thread.
         _allocation._allocator = _SCRATCH
         return super().compile(spec, artifacts)
 

@@ -1,4 +1,4 @@
-"""What `xpu` answers where CPU tensors stand in for an Intel GPU, and what doctor prints of it."""
+"""Answers of `xpu` where CPU tensors stand in for an Intel GPU, and doctor's output about it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ print(code, sorted({"triton", "intel_extension_for_pytorch"} & set(sys.modules))
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an Intel GPU")
 def test_doctor_prints_the_refusal_and_the_note_and_imports_neither(tmp_path: Path) -> None:
-    """In a process of its own, with this machine's torch."""
+    """Runs in a process of its own, with this machine's torch."""
     info = tmp_path / "site" / "intel_extension_for_pytorch-2.8.10+xpu.dist-info"
     info.mkdir(parents=True)
     name = "Metadata-Version: 2.1\nName: intel-extension-for-pytorch\nVersion: 2.8.10+xpu\n"

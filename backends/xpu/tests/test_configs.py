@@ -1,4 +1,4 @@
-"""Intel's entries of the config table are what its compiler takes, by its public source."""
+"""Intel's entries of the config table are valid for its compiler, by its public source."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_configuration_fits_dpas(kernel: KernelName, itemsize: int, width: int
     assert config.block_m % 8 == 0 and config.block_n % 16 == 0
     keywords = config.options.keywords()
     assert keywords.pop("num_warps") in (1, 2, 4, 8, 16, 32)
-    # How far keys are prefetched into the first cache; no copy of them is kept.
+    # num_stages is how far ahead keys are prefetched into L1; no copy of them is kept.
     assert 1 <= keywords.pop("num_stages") <= 3
     assert keywords.pop("grf_mode", "default") in GRF_MODES
-    # An option of Intel's compiler too.
+    # Intel's compiler has this option too.
     assert keywords == {"enable_fp_fusion": True}
 
 

@@ -1,4 +1,4 @@
-"""For owners of an Intel GPU: results on it. Skipped, with the reason, elsewhere."""
+"""Results on an Intel GPU, for owners of one. Elsewhere the tests are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_products_of_float32_are_not_rounded_to_tf32() -> None:
     )
     right = torch.softmax(query @ key.mT / 8, dim=-1) @ value
     out = anyflex.flex_attention(*(each.float().to("xpu") for each in (query, key, value)))
-    # tf32 keeps 10 bits of mantissa, and errs by 1e-3 here.
+    # tf32 keeps 10 bits of mantissa, and would err by 1e-3 here.
     torch.testing.assert_close(out.cpu().double(), right, rtol=0, atol=2e-5)

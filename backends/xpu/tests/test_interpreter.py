@@ -1,7 +1,8 @@
 """The kernels with Intel's configurations in Triton's interpreter, against a dense formula.
 
-That says that tiles of these sizes, and the descriptors that kernels make, give the right numbers,
-and nothing of Intel's compiler. bf16 is left out: the interpreter multiplies its bits as integers.
+This shows that tiles of these sizes, and the descriptors that kernels create, give right numbers;
+it shows nothing about Intel's compiler. bf16 is left out: the interpreter multiplies its bits as
+integers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[T
 
 
 def among_nans(tensor: Tensor) -> Tensor:
-    """The tensor [B, H, rows, dims] with NaN past each head's rows and past each row."""
+    """Return the tensor [B, H, rows, dims] in memory with NaN past each head's rows and past each
+    row."""
     room = tensor.new_full(
         (*tensor.shape[:2], tensor.shape[2] + 64, tensor.shape[3] + 32), float("nan")
     )
@@ -51,7 +53,7 @@ def among_nans(tensor: Tensor) -> Tensor:
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None, mask: bool) -> Tensor:
-    """The formula in float64: ALiBi by `slopes` / 16 before the mask `causal`."""
+    """Evaluate the formula in float64: ALiBi by `slopes` / 16 before the mask `causal`."""
     query, key, value = (tensor.double() for tensor in (query, key, value))
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
@@ -106,7 +108,7 @@ def check(
 
 @pytest.fixture
 def describers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """By kernel, who made the descriptors of its last launch."""
+    """Return, by kernel, where the descriptors of its last launch were created."""
     from anyflex_triton.building import Program
 
     found: dict[str, str | None] = {}
@@ -147,8 +149,8 @@ def test_kernels_make_descriptors_of_each_head(
     mods: bool,
     describers: dict[str, str | None],
 ) -> None:
-    """Head dims that differ, one of them no power of two; lengths that end inside of tiles or with
-    them; grouped heads; NaN in memory past rows and columns."""
+    """Cover different head dims, one of them not a power of two; lengths that end inside of tiles
+    or with them; grouped heads; NaN in memory past rows and columns."""
     check(lengths, 48, dtype, mods=mods, value_width=32, poisoned=True)
     assert describers == dict.fromkeys(PREFILL, "kernel")
 
@@ -157,12 +159,12 @@ def test_kernels_make_descriptors_of_each_head(
 def test_decoding_makes_descriptors(dtype: torch.dtype, describers: dict[str, str | None]) -> None:
     check((1, 151), 64, dtype, mods=False, value_width=32, poisoned=True)
     assert describers["decode_kernel"] == "kernel"
-    # Those that are streamed, a query and its gradient, have one row.
+    # The streamed tensors, a query and its gradient, have one row.
     assert describers["key_kernel"] is None
 
 
 def test_keys_that_nothing_sees_may_be_nan(describers: dict[str, str | None]) -> None:
-    """In the middle of tiles, so that descriptors read them."""
+    """The keys are in the middle of tiles, so that descriptors read them."""
     query, key, value = draw((1, 2, 80, 64), *[(1, 1, 96, 64)] * 2)
     with torch.no_grad():
         key[:, :, 40:50] = float("nan")
@@ -222,19 +224,19 @@ def test_what_block_loads_take() -> None:
     assert is_blocked(dense.transpose(1, 2))
     assert is_blocked(torch.zeros(1, 1, 75, 40, dtype=torch.float16))
     for other in (
-        # Heads or the first element lie at no multiple of 64 bytes, rows at none of 16.
+        # Heads or the first element aren't aligned to 64 bytes, or rows not to 16.
         torch.zeros(1, 2, 75, 40, dtype=torch.float16),
         dense.flatten()[8 : 8 + 64 * 32].view(1, 1, 64, 32),
         torch.zeros(1, 1, 64, 36, dtype=torch.float16),
-        # Rows shorter than 64 bytes, whether they lie one after the other or not.
+        # Rows are shorter than 64 bytes, contiguous or not.
         torch.zeros(1, 1, 64, 16, dtype=torch.float16),
         dense[..., :16],
-        # Columns apart, the same row again and again, a row alone.
+        # Columns aren't contiguous, rows are expanded, or there is one row.
         dense.mT,
         dense[:, :, :1].expand(-1, -1, 64, -1),
         dense[:, :, :1],
         dense[:, :, :0],
-        # Steps of 2**24 bytes.
+        # Rows are 2**24 bytes apart.
         torch.zeros((1 << 23) + 32, dtype=torch.float16).as_strided(
             (1, 1, 2, 32), (0, 0, 1 << 23, 1)
         ),
@@ -243,7 +245,7 @@ def test_what_block_loads_take() -> None:
 
 
 def test_no_descriptor_is_made_outside_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intel's compiler makes block loads of those that a kernel makes itself."""
+    """Intel's compiler makes block loads only of descriptors that the kernel creates itself."""
     from anyflex_triton import kernel_signatures
 
     def refuse(*arguments: object) -> None:

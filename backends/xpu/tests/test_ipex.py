@@ -1,4 +1,4 @@
-"""What doctor says of each intel-extension-for-pytorch that somebody may still have."""
+"""Doctor's notes on each intel-extension-for-pytorch that a user may still have."""
 
 from __future__ import annotations
 

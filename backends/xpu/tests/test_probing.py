@@ -1,4 +1,4 @@
-"""What is missing on a machine without a usable Intel GPU, with the exact cure."""
+"""Reports of what is missing on a machine without a usable Intel GPU, with the exact cure."""
 
 from __future__ import annotations
 

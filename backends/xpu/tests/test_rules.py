@@ -19,8 +19,9 @@ from anyflex_xpu.backend import XpuBackend
 
 FOLDERS = [Path(str(package.__file__)).parent for package in (anyflex_triton, anyflex_xpu)]
 FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
-# Descriptors for other targets; test_interpreter shows that none is made for this one. Launches
-# that overlap: `test_launches_for_intel_do_not_overlap`.
+# Excused violations, by file: descriptors made on the host for other targets (test_interpreter
+# shows that Intel gets none), and launches that overlap
+# (`test_launches_for_intel_do_not_overlap`).
 ELSEWHERE = {
     "anyflex_triton/arguments.py": {
         "triton.tools.tensor_descriptor is not for every device",
@@ -38,12 +39,12 @@ def test_a_source_keeps_the_rules(file: Path) -> None:
 
 
 def test_launches_for_intel_do_not_overlap() -> None:
-    """What they take is in NVIDIA's assembly."""
+    """Overlap needs instructions that are NVIDIA's assembly."""
     assert not overlaps(XpuBackend("xpu", "xpu").target())
 
 
 def test_what_is_written_for_mods_keeps_the_rules() -> None:
-    """Functions that a vendor's library has too, and a captured tensor that learns."""
+    """Cover functions that a vendor's library has too, and a captured tensor that learns."""
     slopes = torch.zeros(2, requires_grad=True)
     query = torch.zeros(1, 2, 32, 16, requires_grad=True)
 
