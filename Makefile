@@ -142,6 +142,7 @@ lint:
 	@$(RUN) -m ruff check --output-format concise .
 	@$(RUN) -m ruff format --check .
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
+	@$(RUN) scripts/prose.py
 
 format:
 	$(READY) lint
