@@ -146,7 +146,7 @@ def _is_placed(place: _Place) -> bool:
     return name == WIDE and any(
         _calls(node, "load", "store")
         and line in _lines(node)
-        and any(isinstance(inner, ast.Name) and inner.id == "factors" for inner in ast.walk(node))
+        and any(getattr(inner, "attr", "") == "factors" for inner in ast.walk(node))
         for node in _nodes(name)
     )
 

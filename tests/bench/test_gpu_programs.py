@@ -394,7 +394,7 @@ def test_what_warps_are_handed_is_known_by_its_lines() -> None:
     source = BENCH.parent / "backends/cuda/src/anyflex_cuda/hopper_forward.py"
     lines = source.read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "gl.warp_specialize(" in text)
-    handed, other = f"{source}:{line + 3}", f"{source}:{line - 20}"
+    handed, other = f"{source}:{line + 1}", f"{source}:{line - 20}"
     kernel = next(i for i, text in enumerate(lines, 1) if "def forward_kernel(" in text)
     assert sanitizer.hazard_faults(race(handed, handed)) == []
     condition = next(i for i, text in enumerate(lines, 1) if "if CONSUMERS == 1:" in text)
@@ -408,7 +408,7 @@ def test_what_warps_are_handed_is_known_by_its_lines() -> None:
     )
     assert len(asked) == 2 and sanitizer.hazard_faults(race(f"{source}:{kernel}", other)) != []
     assert sanitizer.hazard_faults(race(handed, other)) == [
-        f"racecheck: a race between {source.name}:{line - 20} and {source.name}:{line + 3}"
+        f"racecheck: a race between {source.name}:{line - 20} and {source.name}:{line + 1}"
     ]
 
 

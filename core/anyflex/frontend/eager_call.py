@@ -130,7 +130,8 @@ def gather(checked: CheckedCall) -> Inputs:
             if mask_function is not None:
                 _allow_opaque("mask_mod", *_refusal(mask_function, device), backend)
     captured = (*score.captured, *mask.captured)
-    for tensor in captured:
+    read = captured
+    for tensor in read:
         if tensor.device != device or tensor.layout is not STRIDED:
             check_captured_devices(device, list(captured), [*score.names, *mask.names])
         # An untraced mod reads its own tensors, and gradients find these.
@@ -169,6 +170,7 @@ def gather(checked: CheckedCall) -> Inputs:
         backend,
         options,
         fp32_precision(query.dtype, device.type if posed is None else posed[0]),
+        read,
         (score.names, mask.names),
         posed,
     )

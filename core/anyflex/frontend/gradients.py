@@ -113,7 +113,7 @@ def flex_attention_backward(
     else:
         with torch.enable_grad():
             inputs = gather(call)
-        captured = list(inputs.call.captured)  # the user's own, which gradients are told of
+        captured = list(inputs.read)  # the user's own, which gradients are told of
         if delta is None:
             check_readable("dout", dout)
             check_readable("out", out)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
@@ -51,6 +52,8 @@ class Inputs:
         gradients: a flag for query, key, value and then each captured tensor.
         backend: the ``backend=`` argument.
         options: ``kernel_options`` as pairs.
+        read: captured tensors as the mods read them; the call's are copies where torch's negative
+            bit is set.
         names: of the captured tensors in the user's score and mask functions, "" where unknown;
             for messages.
         posed: the device type and architecture that CPU tensors stand in for, or None.
@@ -68,6 +71,7 @@ class Inputs:
     backend: str | None
     options: tuple[tuple[str, object], ...]
     fp32_precision: str
+    read: tuple[Tensor, ...] = ()
     names: tuple[list[str], list[str]] = ([], [])
     posed: Posed | None = None
 

@@ -33,10 +33,10 @@ FAULTS = (
             ),
             Change(
                 "kernel.py",
-                "            # A row without a live key: whatever arrives there is dropped",
+                "            # A row without a live key: gradients that arrive",
                 "            if grad.delta is None:\n"
                 "                lse = lse * 0.6931471805599453\n"
-                "            # A row without a live key: whatever arrives there is dropped",
+                "            # A row without a live key: gradients that arrive",
             ),
         ),
         "backward/plain_and_lse",
