@@ -101,6 +101,7 @@ def commit_subjects(after: str) -> list[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        check=True,
     )
     return printed.stdout.splitlines()
 

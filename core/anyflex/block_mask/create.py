@@ -11,15 +11,14 @@ from torch import Tensor
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.dense_scan import element_boxes, live_elements
 from anyflex.block_mask.elementwise_evaluation import elements_of
-from anyflex.block_mask.mask_function import captured_name, trace_mask_mod
-from anyflex.block_mask.structure_builder import built_runs
+from anyflex.block_mask.mask_function import trace_mask_mod
+from anyflex.block_mask.structure_builder import built_runs, captured_device
 from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
 from anyflex.errors import BlockMaskError, ModTraceError
 from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.run_checks import checked_block_size, checked_device, checked_length
 from anyflex.mask_structure.runs import PARTIAL, block_count, pack
 from anyflex.tensors.allocation import no_memory_for
-from anyflex.tensors.storage_checks import why_unreadable
 from anyflex.tensors.torch_versions import kept_out_of_graphs
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod, mod_kind, trace_mod
@@ -120,7 +119,7 @@ def _create(
                 f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
             )
     traced, opaque = trace_mask_mod(mask_mod, wanted, sizes=(batch, heads, *lengths))
-    at_home = _captured_device(traced)
+    at_home = captured_device(traced)
     wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs on the mask's device.
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
@@ -173,7 +172,7 @@ def create_mask(
         traced, opaque = trace_mask_mod(mod_fn, wanted, sizes=(batch, heads, *lengths))
     else:
         traced, opaque = _trace_score_mod(mod_fn)
-    at_home = _captured_device(traced)
+    at_home = captured_device(traced)
     wanted = at_home if wanted is None else wanted
     elements = elements_of(traced, opaque, wanted, kind)
     shape = (batch, heads, *lengths)
@@ -203,30 +202,3 @@ def _sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> tuple[int, int, tuple[int
     batch = 1 if B is None else checked_length("B", B)
     heads = 1 if H is None else checked_length("H", H)
     return batch, heads, (checked_length("Q_LEN", Q_LEN), checked_length("KV_LEN", KV_LEN))
-
-
-def _captured_device(traced: TracedMod | None) -> torch.device:
-    if type(torch.empty(0, device="cpu")) is not Tensor:
-        raise BlockMaskError(
-            "a mask is built from values, and under FakeTensorMode tensors have none: build it "
-            "outside of the mode"
-        )
-    if traced is not None:
-        for position, tensor in enumerate(traced.captured):
-            if getattr(tensor, "fake_mode", None) is not None:
-                raise BlockMaskError(
-                    f"mask_mod reads {captured_name(traced, position)}, which is a fake tensor "
-                    "and has no values: a mask is built from values"
-                )
-            if tensor.device.type == "meta":
-                raise BlockMaskError(
-                    f"mask_mod reads {captured_name(traced, position)}, which is on device meta "
-                    "and has no values: a mask is built from values"
-                )
-            if reason := why_unreadable(tensor):
-                raise BlockMaskError(
-                    f"mask_mod reads {captured_name(traced, position)}, which {reason}"
-                )
-            if tensor.device.type != "cpu":
-                return tensor.device
-    return torch.device("cpu")

@@ -10,7 +10,7 @@ from anyflex.block_mask.elementwise_evaluation import elements_of
 from anyflex.block_mask.mask_function import moved, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read, shifted_mod, shifted_opaque
-from anyflex.block_mask.structure_builder import built_runs
+from anyflex.block_mask.structure_builder import built_runs, captured_device
 from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
 from anyflex.errors import BlockMaskError
 from anyflex.intervals.evaluation import Domain
@@ -32,6 +32,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     q_new = q_old if q_len is None else _grown("q_len", "Q_LEN", q_len, q_old)
     kv_new = _grown("kv_len", "KV_LEN", kv_len, kv_old)
     traced, opaque = _mod(mask, mask_mod, (q_new, kv_new))
+    captured_device(traced)
     q_block, kv_block = mask.BLOCK_SIZE
     # Rows and columns of blocks that stay; a ragged last one is decided again.
     rows = block_count(q_old, q_block) if q_new == q_old else q_old // q_block

@@ -20,7 +20,7 @@ from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.run_checks import check_structure, checked_device, checked_lengths
 from anyflex.mask_structure.structure_queries import BlockStructure
 from anyflex.tensors.dynamo_disabled import outside_graphs
-from anyflex.tensors.torch_versions import version_counter
+from anyflex.tensors.torch_versions import dispatch_modes, version_counter
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
@@ -129,7 +129,9 @@ class MaskContent(BlockStructure):
         """
         views = self.known_views
         if views is None:
-            views = self.known_views = self._checked_views()
+            views = self._checked_views()
+            if dispatch_modes() == 0:  # a mode sees each look: values weren't looked at
+                self.known_views = views
         return views if device is None else views.on(device)
 
     def _checked_views(self) -> MaskViews:

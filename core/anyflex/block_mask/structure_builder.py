@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+from torch import Tensor
+
 from anyflex.block_mask.dense_scan import chunked_runs
 from anyflex.block_mask.elementwise_evaluation import Elements, TracedElements
+from anyflex.block_mask.mask_function import captured_name
 from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.block_mask.undecided_blocks import Budget
-from anyflex.errors import PerformanceWarning
+from anyflex.errors import BlockMaskError, PerformanceWarning
 from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.runs import RunList
 from anyflex.process.user_frames import user_stacklevel
+from anyflex.tensors.storage_checks import why_unreadable
+from anyflex.tracing.trace import TracedMod
 
-__all__ = ["built_runs"]
+__all__ = ["built_runs", "captured_device"]
 
 
 def built_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
@@ -36,3 +42,32 @@ def built_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
             stacklevel=user_stacklevel(),
         )
     return runs
+
+
+def captured_device(traced: TracedMod | None) -> torch.device:
+    """Return where a mask mod's captured tensors are, the CPU without any. Raises BlockMaskError
+    where one has no values to build a mask from."""
+    if type(torch.empty(0, device="cpu")) is not Tensor:
+        raise BlockMaskError(
+            "a mask is built from values, and under FakeTensorMode tensors have none: build it "
+            "outside of the mode"
+        )
+    if traced is not None:
+        for position, tensor in enumerate(traced.captured):
+            if getattr(tensor, "fake_mode", None) is not None:
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which is a fake tensor "
+                    "and has no values: a mask is built from values"
+                )
+            if tensor.device.type == "meta":
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which is on device meta "
+                    "and has no values: a mask is built from values"
+                )
+            if reason := why_unreadable(tensor):
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which {reason}"
+                )
+            if tensor.device.type != "cpu":
+                return tensor.device
+    return torch.device("cpu")

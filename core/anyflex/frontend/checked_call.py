@@ -79,7 +79,11 @@ def check(
     scale = head_dim**-0.5 if scale is None else check_scale(scale, query.dtype)
     if block_mask is not None:
         # The usual mask, which was checked already, needs no function.
-        if type(block_mask) is not _block_mask_class or block_mask.known_views is None:
+        if (
+            torch.compiler.is_dynamo_compiling()  # which would guard on what follows
+            or type(block_mask) is not _block_mask_class
+            or block_mask.known_views is None
+        ):
             block_mask = _own_mask(block_mask)
         if block_mask.needs_mask_mod:
             fail(

@@ -22,6 +22,7 @@ from anyflex.frontend.arguments import check_captured_devices
 from anyflex.frontend.autograd import FlexAttention
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.transforms import refuse_forward_mode
+from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
@@ -192,7 +193,7 @@ def _opaque(
     from anyflex.tracing.vmapped_mods import read_tensors
 
     try:
-        captured = read_tensors(score_mod, device, dtype)
+        read = read_tensors(score_mod, device, dtype)
     except AnyflexError:
         raise
     except Exception as raised:
@@ -201,6 +202,12 @@ def _opaque(
         _add_note(raised, score_mod)
         raise
     _allow_opaque("score_mod", str(error), error.operation, backend)
+    # The mod reads all of them itself. Those that a spec can tell of are checked with the call.
+    captured = [
+        tensor
+        for tensor in read
+        if tensor.requires_grad or (tensor.dtype in DTYPE_NAMES and tensor.device == device)
+    ]
     names = [captured_name(score_mod, tensor) for tensor in captured]
     return TracedMod("", captured, [], [], names)
 

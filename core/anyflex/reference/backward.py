@@ -107,7 +107,11 @@ class _Backward:
             self.call.score_function, self.scores.device, self.scores.dtype
         )
         for position in self.tables:
-            same = [tensor for tensor in read if _same(tensor, self.call.captured[position])]
+            captured = self.call.captured[position]
+            # Autograd may hand over another object than the mod reads, of the same memory.
+            same = [tensor for tensor in read if tensor is captured] or [
+                tensor for tensor in read if tensor.requires_grad and _same(tensor, captured)
+            ]
             if not same:
                 raise ArgumentError(
                     "score_mod, which can't be traced, is called again in backward, and doesn't "

@@ -35,8 +35,8 @@ def _from_environment() -> tuple[str, ...]:
     """Read ANYFLEX_BACKEND, at the first call."""
     from anyflex.registry import environment
 
-    STATE.environment_names = environment.backend_names()
-    return STATE.environment_names
+    names = STATE.environment_names = environment.backend_names()
+    return names
 
 
 def forget_environment() -> None:

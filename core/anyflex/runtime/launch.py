@@ -142,7 +142,7 @@ def launch_backward(
         AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """
-    # As `anyflex.runtime.negative_bit` does with forward's tensors.
+    # As `anyflex.frontend.eager_call.gather` does with forward's tensors.
     saved = Saved(saved.out.resolve_neg(), saved.lse.resolve_neg(), saved.extras)
     dlse, delta = (t if t is None else t.resolve_neg() for t in (grad.dlse, grad.delta))
     grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)

@@ -50,6 +50,9 @@ def register_symbols(mode: type) -> None:
         return
     _state["registered"] = True
     try:
+        # First: without it the gradient of a Function in a mod is silently forward's alone.
+        applied = dynamo_name("variables.misc.AutogradFunctionVariable")
+        applied.call_apply = _refuse_apply(applied.call_apply)
         builtin = dynamo_name("variables.builtin.BuiltinVariable")
         number = dynamo_name("variables.tensor.SymNodeVariable")
         instance = dynamo_name("variables.user_defined.UserDefinedObjectVariable")
@@ -69,8 +72,6 @@ def register_symbols(mode: type) -> None:
         if not hasattr(builtin, "call_invert"):
             builtin.call_invert = _invert
         builtin.call_function_handler_cache.clear()
-        applied = dynamo_name("variables.misc.AutogradFunctionVariable")
-        applied.call_apply = _refuse_apply(applied.call_apply)
     except (ImportError, AttributeError, KeyError) as error:
         warnings.warn(
             f"torch {torch.__version__} compiles mods in a way that anyflex doesn't know "

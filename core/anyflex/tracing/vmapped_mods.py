@@ -5,8 +5,9 @@ The user's function is called each time, in backward too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -161,7 +162,8 @@ class ModWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: list[Tensor] = []
-        self._made: set[int] = set()
+        # Tensors by id. One that is gone leaves: another may get its id.
+        self._made: dict[int, ref[Tensor]] = {}
         self._inside = False
         self._outer_level = self._level = 0
 
@@ -171,7 +173,7 @@ class ModWatch(TorchFunctionMode):
 
     def call(self, function: Function, arguments: tuple[Tensor, ...]) -> Any:
         """Call the mod; the rest of what is watched is vmap's own work."""
-        self._made.update(map(id, arguments))
+        self._keep(arguments)
         self._level = functorch_level() or 0
         self._inside = True
         result = function(*arguments)
@@ -203,11 +205,18 @@ class ModWatch(TorchFunctionMode):
             ) from error
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             _refuse_function(func, error)
-        made = set(map(id, _tensors(result)))
+        made = list(_tensors(result))
         if self._inside and made:  # else it told a fact, as a shape
             self._note((args, kwargs))
-        self._made.update(made.difference(map(id, self.read)))
+        read = set(map(id, self.read))
+        self._keep(tensor for tensor in made if id(tensor) not in read)
         return result
+
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors as made by the mod, as long as they live."""
+        for tensor in tensors:
+            key = id(tensor)
+            self._made[key] = ref(tensor, lambda _, key=key: self._made.pop(key, None))  # type: ignore[misc]
 
     def _note(self, values: Any) -> None:
         """Note the tensors among `values` that the mod didn't make."""

@@ -44,6 +44,8 @@ _NUMBERS = {"i32": "i", "i64": "q", "fp32": "f"}
 _SCRATCH = 2
 """Number of pointers to scratch memory that Triton adds to each kernel's own arguments; these
 kernels don't use them."""
+_TENSOR_MEMORY = 512
+"""Columns of tensor memory that a multiprocessor of Blackwell has."""
 _DESCRIPTOR_BYTES, _ALIGNMENT = 128, 128
 """Size of a descriptor, and alignment of its address, in bytes."""
 
@@ -134,6 +136,8 @@ def load_kernel(kernel: Any, device: int) -> int:
     most = utils.get_device_properties(device)["max_shared_mem"]
     if metadata.shared > most:
         raise OutOfResources(metadata.shared, most, "shared memory")
+    if (getattr(metadata, "tmem_size", None) or 0) > _TENSOR_MEMORY:
+        raise OutOfResources(metadata.tmem_size, _TENSOR_MEMORY, "tensor memory")
     facts = (kernel.name, kernel.metadata_group, kernel.hash)
     if runtime.kernel_load_start_hook is not None:
         runtime.kernel_load_start_hook(None, None, *facts)
