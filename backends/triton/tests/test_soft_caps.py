@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from tile_case import Case, M, N
 from torch import Tensor
 
 from anyflex.plugin import differentiate, parse_graph, simplify
-from anyflex.tracing.mod_types import ScoreMod
 from anyflex.tracing.trace import trace_mod
 from anyflex_triton.lowering import cap_factors
+
+ScoreMod = Callable[..., Any]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
