@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import anyflex
-from anyflex.errors import BackendRefused, BlockMaskError, ModIndexError, ModTraceError
+from anyflex.errors import (
+    ArgumentError,
+    BackendRefused,
+    BlockMaskError,
+    ModIndexError,
+    ModTraceError,
+)
 from anyflex.frontend import eager_call
 
 __all__: list[str] = []
@@ -250,3 +257,44 @@ def test_a_mod_composed_of_more_functions_than_its_key_follows_is_traced_all_the
     out = anyflex.flex_attention(QUERY, QUERY, QUERY, mod, backend="reference")
     wanted = anyflex.flex_attention(QUERY, QUERY, QUERY, backend="reference")
     torch.testing.assert_close(out, wanted)
+
+
+def test_a_gradient_through_what_hides_from_torch_is_never_lost_without_a_word() -> None:
+    """The id of a temporary that is gone must not make a hidden tensor count as made here."""
+    table = torch.randn(QUERY.shape[2], requires_grad=True)
+    doubled = torch.jit.script(_doubled)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + torch.special.bessel_j0(s) * 0 + doubled(table)[k]
+
+    query = QUERY.detach().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", anyflex.PerformanceWarning)
+        out = anyflex.flex_attention(query, QUERY, QUERY, mod)
+    with pytest.raises(ArgumentError, match="score_mod, which can't be traced, is called again"):
+        out.sum().backward()
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_tensor_that_is_read_beside_its_detached_self_has_its_own_gradient() -> None:
+    def mod_of(table: torch.Tensor) -> Any:
+        def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            zero = torch.special.bessel_j0(s) * 0
+            return s + zero + table[k] * table.detach()[k]
+
+        return mod
+
+    length = QUERY.shape[2]
+    table = torch.randn(length, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", anyflex.PerformanceWarning)
+        out = anyflex.flex_attention(QUERY, QUERY, QUERY, mod_of(table))
+    dout = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, table, dout)
+    bias = table * table.detach()
+    scores = QUERY.double() @ QUERY.double().mT * QUERY.shape[3] ** -0.5 + bias.double()
+    wanted = torch.autograd.grad(scores.softmax(-1) @ QUERY.double(), table, dout.double())[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
