@@ -24,7 +24,7 @@ from triton.knobs import HookChain
 from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import PerformanceWarning
-from anyflex_triton import nvidia_launch, triton_launch
+from anyflex_triton import nvidia_launch, triton_launch, warm_up
 from anyflex_triton import program as programs_module
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.prepared_launch import FixedArguments
@@ -104,7 +104,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made_by_triton.clear()
     monkeypatch.setattr(triton, "compile", None)
     programs_module._most_shared.cache_clear()
-    for module in (nvidia_launch, programs_module, triton_launch, triton.runtime):
+    for module in (nvidia_launch, programs_module, triton_launch, warm_up, triton.runtime):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(programs_module, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: fake.set_context(1))
