@@ -1,4 +1,4 @@
-"""Which backend computes a call, why the others don't, and how to force one."""
+"""Choice of a backend: who computes a call, why the others don't, and how to force one."""
 
 from __future__ import annotations
 

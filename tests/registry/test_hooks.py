@@ -216,7 +216,7 @@ def test_without_hook_plugins_pluggy_is_not_imported() -> None:
     code = (
         "import sys\n"
         "from anyflex.registry import isolated\n"
-        "from anyflex.runtime.kernel_cache import explain_selection\n"
+        "from anyflex.registry.backend_choice import explain_selection\n"
         "from tests.registry.stubs import Reference, make_spec\n"
         "with isolated(reference=Reference):\n"
         "    explain_selection(make_spec(), (), None, ())\n"

@@ -8,9 +8,10 @@ import torch
 from anyflex.contract.option import Option
 from anyflex.errors import ArgumentError, ArgumentTypeError, PerformanceWarning
 from anyflex.registry import backend_table, register
+from anyflex.registry.backend_choice import explain_selection
 from anyflex.registry.freeze_options import freeze_options
 from anyflex.runtime.compiled_kernel import CompiledKernel
-from anyflex.runtime.kernel_cache import explain_selection, kernel_for
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import make_spec, make_stub
 
 __all__: list[str] = []

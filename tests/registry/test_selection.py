@@ -23,10 +23,11 @@ from anyflex.registry import (
     register,
     use_backend,
 )
+from anyflex.registry.backend_choice import explain_selection
 from anyflex.registry.cached_state import STATE
 from anyflex.registry.fallback import warn_about_opaque_mod
 from anyflex.runtime.compiled_kernel import CompiledKernel
-from anyflex.runtime.kernel_cache import explain_selection, kernel_for
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import Reference, make_spec, make_stub
 
 __all__: list[str] = []

@@ -14,11 +14,9 @@ from anyflex.registry.cached_state import STATE
 from anyflex.runtime.compiled_kernel import CompiledKernel
 
 if TYPE_CHECKING:
-    from anyflex.registry.backend_choice import Selection
     from anyflex.registry.freeze_options import KernelOptions
 
 __all__ = [
-    "explain_selection",
     "forget",
     "kernel_for",
 ]
@@ -64,21 +62,6 @@ def kernel_for(
         compiled = decide(spec, names, explicit, kernel_options, posed)
         _decisions.put(key, compiled)
     return compiled
-
-
-def explain_selection(
-    spec: Spec,
-    names: tuple[str, ...],
-    explicit: str | None,
-    kernel_options: KernelOptions,
-    *,
-    posed: bool = False,
-) -> Selection:
-    """Return what `kernel_for` would choose and why, without compiling. See
-    `anyflex.registry.backend_choice.explain_selection`."""
-    from anyflex.registry.backend_choice import explain_selection
-
-    return explain_selection(spec, names, explicit, kernel_options, posed=posed)
 
 
 def forget() -> None:
