@@ -146,15 +146,7 @@ class Arguments:
         runs: tuple[int, ...] = _NO_RUNS
         transposed: tuple[int, ...] = _NO_RUNS
         if mask is not None:
-            grid_batch, grid_heads, edges = mask.shape
-            runs = (
-                mask.offsets.data_ptr(),
-                mask.runs.data_ptr(),
-                grid_batch,
-                grid_heads,
-                edges - 1,
-                mask.runs.shape[0],
-            )
+            runs = _runs(mask)
             if backward:
                 transposed = _runs(mask.transposed())
         programs = self.narrow

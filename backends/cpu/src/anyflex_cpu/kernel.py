@@ -9,12 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
+from anyflex.plugin import (
+    Call,
+    GradInputs,
+    Grads,
+    Kernel,
+    ModIndexError,
+    Outputs,
+    Saved,
+    Spec,
+    TensorSpec,
+)
 from anyflex_cpu import structs
 from anyflex_cpu.arguments import Arguments, Block, tensor_values
 from anyflex_cpu.library import Library
 from anyflex_cpu.programs import Programs
-from anyflex_cpu.status_codes import TOO_SMALL, raise_for
 
 __all__ = ["CpuKernel"]
 
@@ -22,6 +31,9 @@ _pack_forward = structs.FORWARD.packer.pack_into
 _pack_backward = structs.BACKWARD.packer.pack_into
 _FORWARD_AT = structs.FORWARD.offset
 _BACKWARD_AT = structs.BACKWARD.offset
+_READ_OUTSIDE, _TOO_SMALL = 1, 2
+"""Values of af_status; a call returns no other but AF_OK and what no spec of ours leads to."""
+
 _UNWANTED = (0, 0, 0, 0, 0)
 _SIZES_KEPT = 1024
 _ALIGNMENT = 64
@@ -102,34 +114,27 @@ class CpuKernel(Kernel):
         Raises:
             ModIndexError: a live pair reads outside of a captured tensor.
         """
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = Block(self.arguments)
+        block = self._block()
         threads = torch.get_num_threads()
         lse, max_scores = out.lse, out.max_scores
         (workspace,) = out.workspace
         self.arguments.write_problem(call, threads, block)
         while True:
-            begin = workspace.data_ptr()
-            address = (begin + _ALIGNMENT - 1) & -_ALIGNMENT
             _pack_forward(
                 block.memory,
                 _FORWARD_AT,
-                out.out.data_ptr(),
-                *out.out.stride(),
+                *tensor_values(out.out),
                 0 if lse is None else lse.data_ptr(),
                 0 if max_scores is None else max_scores.data_ptr(),
                 out.saved[0].data_ptr() if out.saved else 0,
-                address,
-                begin + workspace.numel() - address,
+                *_aligned(workspace),
             )
             status = self.library.forward(block.address, block.error_address)
-            if status != TOO_SMALL:
+            if status != _TOO_SMALL:
                 break
             workspace = self._larger(workspace, call, "forward", threads)
         if status:
-            raise_for(status, block.error, call)
+            _raise(status, block.error, call)
         self._blocks.append(block)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
@@ -163,11 +168,11 @@ class CpuKernel(Kernel):
                 *_aligned(workspace),
             )
             status = self.library.backward(block.address, block.error_address)
-            if status != TOO_SMALL:
+            if status != _TOO_SMALL:
                 break
             workspace = self._larger(workspace, call, "backward", threads)
         if status:
-            raise_for(status, block.error, call)
+            _raise(status, block.error, call)
         self._blocks.append(block)
 
     def _block(self) -> Block:
@@ -187,6 +192,20 @@ class CpuKernel(Kernel):
                 f"{workspace.numel()} too few"
             )
         return torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
+
+
+def _raise(status: int, error: structs.Error, call: Call) -> None:
+    """Raise what a status other than AF_OK means."""
+    if status != _READ_OUTSIDE:
+        raise RuntimeError(f"the native library returned status {status}")
+    shape = list(call.captured[error.captured].shape)
+    mod = ("score_mod", "mask_mod")[error.mod]
+    raise ModIndexError(
+        f"{mod} reads captured tensor {error.captured}, shape {shape}, outside of it: index "
+        f"{error.index} of dimension {error.dim} at a live pair",
+        operation="captured[...]",
+        hint="An index lies in -N..N-1: clamp it, or mask these pairs.",
+    )
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

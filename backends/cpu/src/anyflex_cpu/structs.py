@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from anyflex.plugin import DTYPES
+
 __all__ = [
     "ABI",
     "BACKWARD",
     "DTYPE_CODES",
     "FORWARD",
     "MODS",
-    "STATUS",
-    "STRUCTS",
     "TENSORS",
     "TYPE_CODES",
     "BackwardArgs",
@@ -43,203 +43,106 @@ ABI = 2
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """af_dtype."""
 
-TYPE_CODES = {
-    dtype: code
-    for code, dtype in enumerate(
-        (
-            torch.bool,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-        )
-    )
-}
+TYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 """af_type."""
 
-STATUS = {
-    1: "AF_READ_OUTSIDE",
-    2: "AF_WORKSPACE_TOO_SMALL",
-    3: "AF_BAD_ARGUMENT",
-    4: "AF_BAD_PROGRAM",
-}
-"""af_status, without AF_OK."""
+
+def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Neighbours of one type stand together, as in the header: (type, names)."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
 
 
 class Tensor(ctypes.Structure):
     """af_tensor."""
 
-    _fields_ = (("data", c_void_p), ("stride", c_int64 * 4))
+    _fields_ = _fields((c_void_p, "data"), (c_int64 * 4, "stride"))
 
 
 class Captured(ctypes.Structure):
     """af_captured."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("size", c_void_p),
-        ("stride", c_void_p),
-        ("type", c_int32),
-        ("rank", c_int32),
-    )
+    _fields_ = _fields((c_void_p, "data size stride"), (c_int32, "type rank"))
 
 
 class ModInputs(ctypes.Structure):
     """af_mod_inputs."""
 
-    _fields_ = (
-        ("captured", c_void_p),
-        ("ints", c_void_p),
-        ("floats", c_void_p),
-        ("offset", c_int64 * 4),
-    )
+    _fields_ = _fields((c_void_p, "captured ints floats"), (c_int64 * 4, "offset"))
 
 
 class Error(ctypes.Structure):
     """af_error."""
 
-    _fields_ = (
-        ("code", c_int32),
-        ("mod", c_int32),
-        ("captured", c_int32),
-        ("dim", c_int32),
-        ("index", c_int64),
-    )
+    _fields_ = _fields((c_int32, "code mod captured dim"), (c_int64, "index"))
 
 
 class Tile(ctypes.Structure):
     """af_tile."""
 
-    _fields_ = (
-        ("score", c_void_p),
-        ("grad", c_void_p),
-        ("live", c_void_p),
-        ("ld", c_int64),
-        ("live_ld", c_int64),
-        ("rows", c_int32),
-        ("cols", c_int32),
-        ("b", c_int64),
-        ("h", c_int64),
-        ("q", c_int64),
-        ("kv", c_int64),
-        ("inputs", c_void_p),
-        ("captured_grad", c_void_p),
-        ("scratch", c_void_p),
-        ("error", c_void_p),
+    _fields_ = _fields(
+        (c_void_p, "score grad live"),
+        (c_int64, "ld live_ld"),
+        (c_int32, "rows cols"),
+        (c_int64, "b h q kv"),
+        (c_void_p, "inputs captured_grad scratch error"),
     )
 
 
 class Program(ctypes.Structure):
     """af_program."""
 
-    _fields_ = (
-        ("function", c_void_p),
-        ("code", c_void_p),
-        ("code_bytes", c_int64),
-        ("scratch_bytes", c_int64),
-    )
+    _fields_ = _fields((c_void_p, "function code"), (c_int64, "code_bytes scratch_bytes"))
 
 
 class Runs(ctypes.Structure):
     """af_runs."""
 
-    _fields_ = (
-        ("offsets", c_void_p),
-        ("runs", c_void_p),
-        ("batch", c_int64),
-        ("heads", c_int64),
-        ("blocks", c_int64),
-        ("count", c_int64),
-    )
+    _fields_ = _fields((c_void_p, "offsets runs"), (c_int64, "batch heads blocks count"))
 
 
 class Problem(ctypes.Structure):
     """af_problem."""
 
-    _fields_ = (
-        ("dtype", c_int32),
-        ("threads", c_int32),
-        ("batch", c_int64),
-        ("q_heads", c_int64),
-        ("kv_heads", c_int64),
-        ("q_length", c_int64),
-        ("kv_length", c_int64),
-        ("head_dim", c_int64),
-        ("value_head_dim", c_int64),
-        ("query", Tensor),
-        ("key", Tensor),
-        ("value", Tensor),
-        ("scale", c_double),
-        ("has_mask", c_int32),
-        ("q_block", c_int32),
-        ("kv_block", c_int32),
-        ("mask_is_per_call", c_int32),
-        ("runs", Runs),
-        ("transposed", Runs),
-        ("mask", c_void_p),
-        ("score", c_void_p),
-        ("score_backward", c_void_p),
-        ("inputs", ModInputs),
-        ("wanted", c_int32),
-        ("kv_batch_is_shared", c_int32),
+    _fields_ = _fields(
+        (c_int32, "dtype threads"),
+        (c_int64, "batch q_heads kv_heads q_length kv_length head_dim value_head_dim"),
+        (Tensor, "query key value"),
+        (c_double, "scale"),
+        (c_int32, "has_mask q_block kv_block mask_is_per_call"),
+        (Runs, "runs transposed"),
+        (c_void_p, "mask score score_backward"),
+        (ModInputs, "inputs"),
+        (c_int32, "wanted kv_batch_is_shared"),
     )
 
 
 class ForwardArgs(ctypes.Structure):
     """af_forward_args."""
 
-    _fields_ = (
-        ("problem", Problem),
-        ("out", Tensor),
-        ("lse", c_void_p),
-        ("max_scores", c_void_p),
-        ("unrounded_out", c_void_p),
-        ("workspace", c_void_p),
-        ("workspace_bytes", c_int64),
+    _fields_ = _fields(
+        (Problem, "problem"),
+        (Tensor, "out"),
+        (c_void_p, "lse max_scores unrounded_out workspace"),
+        (c_int64, "workspace_bytes"),
     )
 
 
 class BackwardArgs(ctypes.Structure):
     """af_backward_args."""
 
-    _fields_ = (
-        ("problem", Problem),
-        ("out", Tensor),
-        ("unrounded_out", c_void_p),
-        ("lse", c_void_p),
-        ("dout", Tensor),
-        ("dlse", c_void_p),
-        ("delta", c_void_p),
-        ("dq", Tensor),
-        ("dk", Tensor),
-        ("dv", Tensor),
-        ("captured_grad", c_void_p),
-        ("captured_grad_f64", c_void_p),
-        ("captured_grad_elements", c_void_p),
-        ("captured_count", c_int64),
-        ("workspace", c_void_p),
-        ("workspace_bytes", c_int64),
+    _fields_ = _fields(
+        (Problem, "problem"),
+        (Tensor, "out"),
+        (c_void_p, "unrounded_out lse"),
+        (Tensor, "dout"),
+        (c_void_p, "dlse delta"),
+        (Tensor, "dq dk dv"),
+        (c_void_p, "captured_grad captured_grad_f64 captured_grad_elements"),
+        (c_int64, "captured_count"),
+        (c_void_p, "workspace"),
+        (c_int64, "workspace_bytes"),
     )
 
-
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "af_tensor": Tensor,
-    "af_captured": Captured,
-    "af_mod_inputs": ModInputs,
-    "af_error": Error,
-    "af_tile": Tile,
-    "af_program": Program,
-    "af_runs": Runs,
-    "af_problem": Problem,
-    "af_forward_args": ForwardArgs,
-    "af_backward_args": BackwardArgs,
-}
-"""The header's name -> class."""
 
 _FORMATS = {c_void_p: "P", c_int64: "q", c_int32: "i", c_double: "d"}
 
