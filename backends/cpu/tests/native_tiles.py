@@ -13,7 +13,7 @@ from torch import Tensor
 from anyflex.plugin import CapturedFacts, Derivative, ModGraph, Node, evaluate
 from anyflex_cpu import structs
 from anyflex_cpu.index_ranges import LIMITS, Limits
-from anyflex_cpu.jit import NativeFunction, NativeMods, compile_mods
+from anyflex_cpu.jit import Mods, NativeFunction, NativeMods, compile_mods
 
 __all__ = ["NativeTile", "NoArtifacts", "Notes", "compiled", "expected", "expected_gradients"]
 
@@ -62,9 +62,7 @@ def compiled(
 ) -> NativeMods:
     """The graphs' native functions; reads outside are noted in `NOTES`."""
     return compile_mods(
-        mask,
-        score,
-        derivative,
+        Mods(mask, score, derivative),
         captured=[CapturedFacts(t.dtype, t.dim(), False) for t in captured],
         artifacts=artifacts or NoArtifacts(),
         note_read_outside=NOTES.address,

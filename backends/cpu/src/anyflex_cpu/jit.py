@@ -10,8 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from anyflex.plugin import Artifacts, CapturedFacts, Derivative, ModGraph
 from anyflex_cpu.index_ranges import Limits
@@ -19,15 +18,24 @@ from anyflex_cpu.index_ranges import Limits
 if TYPE_CHECKING:
     from anyflex_cpu.jit_engine import LoadedCode, Target
 
-__all__ = ["NativeFunction", "NativeMods", "TooLong", "compile_mods", "is_available"]
+__all__ = ["Mods", "NativeFunction", "NativeMods", "TooLong", "compile_mods"]
 
 _FORMAT = 3
 """Format of the generated code: bumped when the same graph and llvmlite give other code."""
 
 
-def is_available() -> bool:
-    """Whether llvmlite is installed. It isn't imported."""
-    return util.find_spec("llvmlite") is not None
+class Mods(NamedTuple):
+    """A spec's graphs, simplified.
+
+    Args:
+        mask: of PARTIAL blocks, or None.
+        score: or None, where there is none or it returns the score.
+        derivative: of the score mod, where some gradient is wanted; or None.
+    """
+
+    mask: ModGraph | None
+    score: ModGraph | None
+    derivative: Derivative | None
 
 
 class TooLong(Exception):
@@ -54,9 +62,7 @@ class NativeMods:
 
 
 def compile_mods(
-    mask: ModGraph | None,
-    score: ModGraph | None,
-    derivative: Derivative | None,
+    mods: Mods,
     *,
     captured: Sequence[CapturedFacts],
     artifacts: Artifacts,
@@ -67,7 +73,7 @@ def compile_mods(
     """Return a spec's mods as native functions, from the artifacts if they are there.
 
     Args:
-        mask, score, derivative: the spec's graphs, simplified, and the score mod's derivative.
+        mods: the spec's graphs.
         captured: facts of all captured tensors.
         note_read_outside: address of the native library's function of that name.
         limits: what calls keep to.
@@ -84,7 +90,7 @@ def compile_mods(
     name = _artifact_name(target, limits)
     kept = artifacts.get(name)
     if kept is None:
-        kept = _compiled(mask, score, derivative, captured, target, limits, longest)
+        kept = _compiled(mods, captured, target, limits, longest)
         artifacts.put(name, kept)
     header, _, code = kept.partition(b"\n")
     loaded = LoadedCode(code, {NOTE: note_read_outside})
@@ -103,9 +109,7 @@ def _artifact_name(target: Target, limits: Limits) -> str:
 
 
 def _compiled(
-    mask: ModGraph | None,
-    score: ModGraph | None,
-    derivative: Derivative | None,
+    mods: Mods,
     captured: Sequence[CapturedFacts],
     target: Target,
     limits: Limits,
@@ -120,13 +124,13 @@ def _compiled(
     module = Module(target.enabled, target.attributes)
     facts = [Fact(fact.dtype, fact.rank) for fact in captured]
     scratch = {}
-    if mask is not None:
-        scratch["mask"] = add_mask(module, "mask", mask, facts, limits)
-    if score is not None:
-        scratch["score"] = add_score(module, "score", score, facts, limits)
-    if derivative is not None:
+    if mods.mask is not None:
+        scratch["mask"] = add_mask(module, "mask", mods.mask, facts, limits)
+    if mods.score is not None:
+        scratch["score"] = add_score(module, "score", mods.score, facts, limits)
+    if mods.derivative is not None:
         scratch["score_backward"] = add_score_backward(
-            module, "score_backward", derivative, facts, limits
+            module, "score_backward", mods.derivative, facts, limits
         )
     text = str(module)
     if longest is not None and len(text) > longest:

@@ -13,6 +13,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 __all__ = ["LoadedCode", "Target", "assemble", "host_target", "load_failure"]
@@ -41,7 +42,7 @@ class Target:
     @functools.cached_property
     def version(self) -> str:
         """llvmlite's and LLVM's."""
-        return f"llvmlite {_version()}, LLVM {_binding().llvm_version_info}"
+        return f"llvmlite {version('llvmlite')}, LLVM {_binding().llvm_version_info}"
 
     @property
     def attributes(self) -> str:
@@ -56,10 +57,7 @@ class Target:
         binding = _binding()
         target = binding.Target.from_triple(binding.get_process_triple())
         return target.create_target_machine(
-            cpu=self.cpu,
-            features=self.features,
-            opt=2,
-            **_addressing(),
+            cpu=self.cpu, features=self.features, opt=2, **_addressing()
         )
 
 
@@ -67,8 +65,6 @@ class Target:
 def _binding() -> Any:
     import llvmlite.binding as binding  # type: ignore[import-untyped]
 
-    if tuple(int(part) for part in _version().split(".")[:2]) < (0, 45):
-        raise ImportError(f"llvmlite is {_version()}, and 0.45 or newer is needed")
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding
@@ -86,12 +82,6 @@ def load_failure() -> str:
             lines = str(error).strip().splitlines()
             return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return ""
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("llvmlite")
 
 
 @functools.cache
@@ -138,7 +128,9 @@ class LoadedCode:
             for name, address in symbols.items():
                 binding.add_symbol(name, address)
             empty = binding.parse_assembly("", binding.create_context())
-            self._engine = binding.create_mcjit_compiler(empty, _loader_machine())
+            target = binding.Target.from_triple(binding.get_process_triple())
+            machine = target.create_target_machine(jit=True, **_addressing())
+            self._engine = binding.create_mcjit_compiler(empty, machine)
             self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
             self._engine.finalize_object()
         # At the end of the process its memory is freed anyway.
@@ -170,13 +162,6 @@ def _addressing() -> dict[str, str]:
     if platform.machine().lower() in ("x86_64", "amd64"):
         return {"reloc": "static", "codemodel": "large"}
     return {"reloc": "pic", "codemodel": "small"}
-
-
-def _loader_machine() -> Any:
-    binding = _binding()
-    return binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
-        jit=True, **_addressing()
-    )
 
 
 if hasattr(os, "register_at_fork"):

@@ -7,19 +7,16 @@ import ctypes
 import functools
 import logging
 import threading
-from typing import Protocol
 
-from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate, free_in_child
-from anyflex_cpu import bytecode, structs
+from anyflex.plugin import Artifacts, Spec, differentiate, free_in_child
+from anyflex_cpu import structs
+from anyflex_cpu.bytecode import mask_program, score_backward_program, score_program
 from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
-from anyflex_cpu.jit import NativeFunction, TooLong, compile_mods
+from anyflex_cpu.jit import Mods, TooLong, compile_mods
 from anyflex_cpu.library import Library
 
 __all__ = [
-    "Compiled",
-    "Interpreted",
-    "Mods",
     "Programs",
     "llvmlite_version",
     "mods_of",
@@ -27,7 +24,6 @@ __all__ = [
     "number_slots",
     "unusable_jit",
 ]
-
 
 OLDEST_LLVMLITE = (0, 45)
 
@@ -79,30 +75,8 @@ def llvmlite_version() -> str | None:
         return None
 
 
-class Mods:
-    """A spec's graphs, ready to become programs.
-
-    Args:
-        mask: of PARTIAL blocks, or None.
-        score: or None, where there is none or it returns the score.
-        derivative: of the score mod, where some gradient is wanted; or None.
-    """
-
-    __slots__ = ("derivative", "mask", "score")
-
-    def __init__(
-        self, mask: ModGraph | None, score: ModGraph | None, derivative: Derivative | None
-    ) -> None:
-        self.mask = mask
-        self.score = score
-        self.derivative = derivative
-
-    def __bool__(self) -> bool:
-        return self.mask is not None or self.score is not None
-
-
 def mods_of(spec: Spec) -> Mods:
-    """Return the graphs of a spec."""
+    """Return the graphs of a spec that become programs."""
     score = spec.score_graph
     if score is not None:
         output = score.nodes[score.output]
@@ -125,13 +99,6 @@ def number_slots(spec: Spec) -> tuple[int, int]:
                 slot = str(node.attribute)
                 last[slot[0]] = max(last[slot[0]], int(slot[1:]))
     return last["i"] + 1, last["f"] + 1
-
-
-class _Made(Protocol):
-    """The af_programs of mask, score and score's derivative; an address is 0 where there is no
-    program. They live as long as the object."""
-
-    addresses: tuple[int, int, int]
 
 
 class Programs:
@@ -159,123 +126,71 @@ class Programs:
         self._mods = mods_of(spec)
         self._lock = threading.Lock()
         free_in_child(self)
-        self._wide: _Made | None = None
+        self._wide: tuple[int, int, int] | None = None
+        self._held: list[object] = []
         self.how = self.reason = ""
-        if self._mods:
+        if self._mods.mask is not None or self._mods.score is not None:
             if option == "auto":
                 self.reason = unusable_jit()
                 if self.reason and not no_jit():
                     _warn_of_llvmlite(self.reason)
             interpreted = option == "interpreter" or self.reason
             self.how = "interpreted" if interpreted else "jit"
-        self._narrow = self._make(LIMITS)
-        self.addresses = self._narrow.addresses
+        self.addresses = self._make(LIMITS)
 
     def wide_addresses(self) -> tuple[int, int, int]:
         """Return `addresses` for calls of any size; the first one makes them."""
         with self._lock:
             if self._wide is None:
                 self._wide = self._make(WIDE_LIMITS)
-            return self._wide.addresses
+            return self._wide
 
-    def _make(self, limits: Limits) -> _Made:
+    def _make(self, limits: Limits) -> tuple[int, int, int]:
+        programs: list[structs.Program | None] = []
         if self.how == "jit":
             try:
-                return Compiled(
-                    self._spec,
-                    self._mods,
-                    self._library,
-                    self._artifacts,
-                    limits,
-                    LONGEST if self._option == "auto" else None,
-                )
+                programs = self._compiled(limits)
             except TooLong as error:
                 # `how` and `reason` describe calls of all sizes, so the limits don't matter here.
                 self.how, self.reason = "interpreted", str(error)
-        return Interpreted(self._spec, self._mods, self._library, limits)
-
-
-class Interpreted:
-    """Bytecode for the library's interpreter, which checks it.
-
-    Args:
-        spec: what the mods belong to.
-        mods: a spec's graphs.
-        library: whose interpreter runs them.
-        limits: what calls keep to.
-    """
-
-    def __init__(self, spec: Spec, mods: Mods, library: Library, limits: Limits) -> None:
-        operations = numbers(library.operations())
-        codes: list[bytes | None] = [
-            None if mods.mask is None else bytecode.mask_program(mods.mask, operations, limits),
-            None if mods.score is None else bytecode.score_program(mods.score, operations, limits),
-            None
-            if mods.derivative is None
-            else bytecode.score_backward_program(mods.derivative, operations, limits),
-        ]
-        self._held: list[object] = []
-        self._slots = (len(spec.captured), *number_slots(spec))
+        programs = programs or self._interpreted(limits)
+        self._held.append(programs)
         mask, score, backward = (
-            0 if code is None else self._held_at(code, library) for code in codes
+            0 if program is None else ctypes.addressof(program) for program in programs
         )
-        self.addresses = (mask, score, backward)
+        return mask, score, backward
 
-    def _held_at(self, code: bytes, library: Library) -> int:
+    def _compiled(self, limits: Limits) -> list[structs.Program | None]:
+        """Native code, from the artifacts if it is there."""
+        code = compile_mods(
+            self._mods,
+            captured=self._spec.captured,
+            artifacts=self._artifacts,
+            note_read_outside=self._library.address("af_note_read_outside"),
+            limits=limits,
+            longest=LONGEST if self._option == "auto" else None,
+        )
+        self._held.append(code)
+        return [
+            None if each is None else structs.Program(each.address, None, 0, each.scratch_bytes)
+            for each in (code.mask, code.score, code.score_backward)
+        ]
+
+    def _interpreted(self, limits: Limits) -> list[structs.Program | None]:
+        """Bytecode for the library's interpreter."""
+        operations = numbers(self._library.operations())
+        mask, score, derivative = self._mods
+        codes = (
+            None if mask is None else mask_program(mask, operations, limits),
+            None if score is None else score_program(score, operations, limits),
+            None if derivative is None else score_backward_program(derivative, operations, limits),
+        )
+        return [None if code is None else self._bytecode(code) for code in codes]
+
+    def _bytecode(self, code: bytes) -> structs.Program:
         # 8-byte words, because bytecode is aligned to them.
         words = (ctypes.c_int64 * -(-len(code) // 8)).from_buffer_copy(code)
+        self._held.append(words)
         at = ctypes.addressof(words)
-        if not library.check_program(at, len(code), *self._slots):
-            raise RuntimeError("the native library finds bytecode of anyflex_cpu malformed")
-        function = library.address("af_interpret")
-        scratch = library.program_scratch(at, len(code))
-        program = structs.Program(function, at, len(code), scratch)
-        self._held += [words, program]
-        return ctypes.addressof(program)
-
-
-class Compiled:
-    """Native code, from the artifacts if it is there.
-
-    Args:
-        spec: what the mods belong to.
-        mods: its graphs.
-        library: what the code calls for a read outside of a captured tensor.
-        artifacts: where the code is kept.
-        limits: what calls keep to.
-        longest: characters of IR that are compiled at most, or None for any number.
-
-    Raises:
-        TooLong: the mods' IR is longer than `longest`.
-    """
-
-    def __init__(
-        self,
-        spec: Spec,
-        mods: Mods,
-        library: Library,
-        artifacts: Artifacts,
-        limits: Limits,
-        longest: int | None = None,
-    ) -> None:
-        self._code = compile_mods(
-            mods.mask,
-            mods.score,
-            mods.derivative,
-            captured=spec.captured,
-            artifacts=artifacts,
-            note_read_outside=library.address("af_note_read_outside"),
-            limits=limits,
-            longest=longest,
-        )
-        self._held: list[structs.Program] = []
-        code = self._code
-        mask, score, backward = map(self._program, (code.mask, code.score, code.score_backward))
-        self.addresses = (mask, score, backward)
-
-    def _program(self, function: NativeFunction | None) -> int:
-        if function is None:
-            return 0
-        program = structs.Program(function.address, None, 0, function.scratch_bytes)
-        self._held.append(program)
-        return ctypes.addressof(program)
+        scratch = self._library.program_scratch(at, len(code))
+        return structs.Program(self._library.address("af_interpret"), at, len(code), scratch)
