@@ -13,7 +13,7 @@ from anyflex.plugin import Derivative, ModGraph, Node, evaluate
 from anyflex_cpu import library, structs
 from anyflex_cpu.bytecode_steps import numbers
 
-__all__ = ["OK", "READ_OUTSIDE", "Tile", "checked", "expected", "operations", "scratch_bytes"]
+__all__ = ["OK", "READ_OUTSIDE", "Tile", "expected", "operations", "scratch_bytes"]
 
 OK, READ_OUTSIDE = 0, 1
 
@@ -30,18 +30,7 @@ def operations() -> dict[str, int]:
 
 def scratch_bytes(code: bytes) -> int:
     held = _aligned(code)
-    return _exported("af_program_scratch", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)(
-        held.data_ptr(), len(code)
-    )
-
-
-def checked(code: bytes, captured: int, ints: int, floats: int) -> int:
-    """Result of `af_check_program`."""
-    held = _aligned(code)
-    arguments = (ctypes.c_void_p, *(ctypes.c_int64,) * 4)
-    return _exported("af_check_program", ctypes.c_int32, *arguments)(
-        held.data_ptr(), len(code), captured, ints, floats
-    )
+    return _exported("af_program_scratch", ctypes.c_int64, ctypes.c_void_p)(held.data_ptr())
 
 
 def _aligned(code: bytes) -> Tensor:

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of a struct below; the Python side refuses another number.
-#define AF_ABI 2
+#define AF_ABI 3
 
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
 
@@ -170,8 +170,7 @@ typedef enum {
     AF_OK = 0,
     AF_READ_OUTSIDE = 1,       // see af_error
     AF_WORKSPACE_TOO_SMALL = 2,
-    AF_BAD_ARGUMENT = 3,       // sizes or pointers that no caller of ours sends
-    AF_BAD_PROGRAM = 4
+    AF_BAD_ARGUMENT = 3        // of af_set_isa: no level that can run here
 } af_status;
 
 AF_API int32_t af_abi(void);
@@ -200,13 +199,8 @@ AF_API const char* af_forward_variant(const af_problem* problem);
 
 // The bytecode interpreter (the format is in native/src/bytecode.h).
 AF_API void af_interpret(const af_program* program, const af_tile* tile);
-// 0 if a program is well-formed: registers, slots and jumps inside their bounds.
-AF_API int32_t af_check_program(const void* code, int64_t code_bytes, int64_t captured_count,
-                                int64_t ints, int64_t floats);
-
-// Bytes of scratch that a program needs (af_program.scratch_bytes); -1 if the code isn't a
-// program.
-AF_API int64_t af_program_scratch(const void* code, int64_t code_bytes);
+// Bytes of scratch that a program of bytecode needs (af_program.scratch_bytes).
+AF_API int64_t af_program_scratch(const void* code);
 // A line for each operation of the bytecode, in the order of its numbers: "add_f f:ff".
 AF_API const char* af_operations(void);
 

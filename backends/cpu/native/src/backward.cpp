@@ -260,13 +260,6 @@ int64_t backward_workspace(const af_problem& problem, int64_t captured_elements)
 
 int32_t backward(const af_backward_args& args, af_error* error) {
     const af_problem& p = args.problem;
-    if (args.captured_grad && args.captured_count > most_captured) return AF_BAD_ARGUMENT;
-    if (p.batch > 0 && p.q_heads > 0 &&
-        (((p.wanted & 1) && !args.dq.data && p.q_length * p.head_dim > 0) ||
-        ((p.wanted & 2) && !args.dk.data && p.kv_length * p.head_dim > 0) ||
-        ((p.wanted & 4) && !args.dv.data && p.kv_length * p.value_head_dim > 0)))
-        return AF_BAD_ARGUMENT;
-
     arena memory = {static_cast<char*>(args.workspace), 0};
     pass run = lay_out(p, captured_elements(args), memory);
     const backward_plan& plan = run.plan;

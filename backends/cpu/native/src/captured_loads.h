@@ -312,20 +312,4 @@ static void load_lanes(const step& s, const lane_block& t) {
     }
 }
 
-// Whether a load into registers of this kind takes elements of this af_type.
-AF_INLINE bool is_loaded_as(int32_t type, char kind) {
-    switch (kind) {
-        case 'p':
-            return type == AF_T_BOOL;
-        case 'i':
-            return type >= AF_T_U8 && type <= AF_T_I32;
-        case 'l':
-            return type == AF_T_I64;
-        case 'f':
-            return type >= AF_T_F16 && type <= AF_T_F32;
-        default:
-            return type == AF_T_F64;
-    }
-}
-
 }  // namespace AF_LEVEL

@@ -1,8 +1,9 @@
-// The levels, the ABI's functions and the checks of their arguments. Compiled for the baseline.
+// The levels and the ABI's functions. Compiled for the baseline.
 #include <atomic>
 #include <cstring>
 #include <utility>
 
+#include "bytecode.h"
 #include "level.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -162,43 +163,8 @@ void append(char* names, const char* name) {
     std::strcat(names, name);
 }
 
-// Whether a size is small enough that products of sizes fit int64.
-bool sane(int64_t n) { return n >= 0 && n <= (int64_t(1) << 40); }
-
 bool has_rows(const af_problem& p) {
     return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
-}
-
-// Whether offsets and runs are there. Without batch entries or heads there are no offsets, and
-// torch gives an empty tensor no address.
-bool is_readable(const af_runs& r) {
-    const bool rows = r.batch > 0 && r.heads > 0;
-    return (r.offsets || !rows) && r.count >= 0 && (r.runs || r.count == 0);
-}
-
-bool sane(const af_problem& p) {
-    if (p.dtype != AF_F32 && p.dtype != AF_BF16 && p.dtype != AF_F16) return false;
-    if (p.threads < 1) return false;
-    if (!sane(p.batch) || !sane(p.q_heads) || !sane(p.kv_heads) || !sane(p.q_length) ||
-        !sane(p.kv_length) || !sane(p.head_dim) || !sane(p.value_head_dim))
-        return false;
-    if (p.q_heads > 0 && (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)) return false;
-    const bool queries = has_rows(p);
-    if (queries && !p.query.data && p.head_dim > 0) return false;
-    if (queries && p.kv_length > 0 && p.head_dim > 0 && !p.key.data) return false;
-    if (queries && p.kv_length > 0 && p.value_head_dim > 0 && !p.value.data) return false;
-    if (p.kv_batch_is_shared && p.batch > 1 && (p.key.stride[0] != 0 || p.value.stride[0] != 0))
-        return false;
-    if (p.has_mask) {
-        if (p.q_block < 1 || p.kv_block < 1 || !is_readable(p.runs)) return false;
-        if (p.runs.batch != 1 && p.runs.batch != p.batch) return false;
-        if (p.runs.heads != 1 && p.runs.heads != p.q_heads) return false;
-        if (p.runs.blocks < (p.q_length + p.q_block - 1) / p.q_block) return false;
-    }
-    const af_program* programs[] = {p.mask, p.score, p.score_backward};
-    for (const af_program* program : programs)
-        if (program && (!program->function || program->scratch_bytes < 0)) return false;
-    return true;
 }
 
 bool fits(const void* workspace, int64_t bytes, int64_t needed) {
@@ -263,7 +229,6 @@ const char* af_isa_left_out(void) {
 const char* af_isa(void) { return level().name; }
 
 int32_t af_set_isa(const char* name) {
-    if (!name) return AF_BAD_ARGUMENT;
     for (size_t i = 0; i < here().count; ++i) {
         if (std::strcmp(here().level[i]->name, name) != 0) continue;
         chosen.store(here().level[i], std::memory_order_release);
@@ -273,19 +238,15 @@ int32_t af_set_isa(const char* name) {
 }
 
 int64_t af_forward_workspace(const af_problem* problem) {
-    if (!problem || !sane(*problem)) return -1;
     if (!has_rows(*problem)) return 0;
     return af_is_decode(*problem) ? level().decode_workspace(*problem)
                                   : level().forward_workspace(*problem);
 }
 
 int32_t af_forward(const af_forward_args* args, af_error* error) {
-    if (!args || !error || !sane(args->problem)) return AF_BAD_ARGUMENT;
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
     if (!has_rows(p)) return AF_OK;
-    if (p.value_head_dim > 0 && (!args->out.data || args->out.stride[3] != 1))
-        return AF_BAD_ARGUMENT;
     const bool decode = af_is_decode(p);
     const af_level& l = level();
     const int64_t needed = decode ? l.decode_workspace(p) : l.forward_workspace(p);
@@ -294,24 +255,12 @@ int32_t af_forward(const af_forward_args* args, af_error* error) {
 }
 
 int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements) {
-    if (!problem || !sane(*problem) || !sane(captured_elements)) return -1;
     return level().backward_workspace(*problem, captured_elements);
 }
 
 int32_t af_backward(const af_backward_args* args, af_error* error) {
-    if (!args || !error || !sane(args->problem)) return AF_BAD_ARGUMENT;
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
-    const bool rows = has_rows(p);
-    if (rows && !args->lse) return AF_BAD_ARGUMENT;
-    if (rows && p.value_head_dim > 0 && !args->dout.data) return AF_BAD_ARGUMENT;
-    if (rows && !args->delta && !args->unrounded_out && p.value_head_dim > 0 && !args->out.data)
-        return AF_BAD_ARGUMENT;
-    if (p.has_mask && p.kv_length > 0 &&
-        (!is_readable(p.transposed) || p.transposed.batch != p.runs.batch ||
-         p.transposed.heads != p.runs.heads ||
-         p.transposed.blocks < (p.kv_length + p.kv_block - 1) / p.kv_block))
-        return AF_BAD_ARGUMENT;
     int64_t captured = 0;
     for (int64_t i = 0; i < args->captured_count; ++i)
         if (args->captured_grad && args->captured_grad[i])
@@ -322,8 +271,19 @@ int32_t af_backward(const af_backward_args* args, af_error* error) {
 }
 
 const char* af_forward_variant(const af_problem* problem) {
-    if (!problem || !sane(*problem)) return "invalid";
-    return af_is_decode(*problem) ? "decode" : "prefill";
+    return has_rows(*problem) && af_is_decode(*problem) ? "decode" : "prefill";
+}
+
+const char* af_operations(void) {
+#define AF_LINE(NAME, SIGNATURE) #NAME " " SIGNATURE "\n"
+    return AF_OPERATIONS(AF_LINE);
+#undef AF_LINE
+}
+
+int64_t af_program_scratch(const void* code) {
+    const af_code& header = *static_cast<const af_code*>(code);
+    return int64_t(header.steps) * AF_STEP_SCRATCH + AF_LANES * 8 +
+           int64_t(header.slots) * AF_LANES * 4;
 }
 
 void af_interpret(const af_program* program, const af_tile* tile) {

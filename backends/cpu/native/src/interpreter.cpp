@@ -2,34 +2,12 @@
 //
 // A program is decoded once a tile: each step becomes a function and addresses. Then the sections
 // run: the first for all lanes at once, the second for AF_LANES rows, the third for a block of
-// columns, and the last for each row of that block. Programs were checked when they were made
-// (af_check_program); types and ranks of captured tensors, which depend on the call, are checked
-// here.
+// columns, and the last for each row of that block. Nothing here checks a program: it comes from the
+// assembler of the same process.
 #include "step_functions.h"
 
 namespace AF_LEVEL {
 namespace {
-
-// The kind that a load was made for, 0 for other operations.
-char loaded_kind(int operation) {
-    switch (operation) {
-        case AF_OP_load_p:
-            return 'p';
-        case AF_OP_load_i:
-            return 'i';
-        case AF_OP_load_l:
-            return 'l';
-        case AF_OP_load_f:
-            return 'f';
-        case AF_OP_load_d:
-            return 'd';
-        default:
-            return 0;
-    }
-}
-bool is_scatter(int operation) {
-    return operation >= AF_OP_scatter_f && operation <= AF_OP_scatter_dS;
-}
 
 struct machine {
     const af_tile& tile;
@@ -61,8 +39,7 @@ struct machine {
         return m.begin;
     }
 
-    // False if a captured tensor isn't of the type or rank that the program was made for.
-    bool decode(const af_operand* operands, const char* constants) {
+    void decode(const af_operand* operands, const char* constants) {
         const af_step* source = reinterpret_cast<const af_step*>(&code + 1);
         for (uint32_t i = 0; i < code.steps; ++i) {
             const af_step& from = source[i];
@@ -71,12 +48,6 @@ struct machine {
             s.code = &from;
             s.registers = registers;
             s.list = operands + from.list;
-            const char kind = loaded_kind(from.operation);
-            if (kind || is_scatter(from.operation)) {
-                const af_captured& tensor = tile.inputs->captured[from.immediate];
-                if (tensor.rank != from.b || (kind && !is_loaded_as(tensor.type, kind)))
-                    return false;
-            }
             s.d = place(from.d, &s.d);
             s.a = place(from.a, &s.a);
             s.b = place(from.b, &s.b);
@@ -84,7 +55,6 @@ struct machine {
             if (from.operation >= AF_OP_const_p && from.operation <= AF_OP_const_d)
                 s.b = const_cast<char*>(constants) + int64_t(from.immediate) * 8;
         }
-        return true;
     }
 
     void follow(int row, int first_column) const {
@@ -167,10 +137,7 @@ void interpret(const af_program* program, const af_tile* tile) {
     unsettled.error = &anywhere;
     const bool is_mask = code.kind == AF_MASK;
     machine m = {is_mask ? unsettled : *tile, code, steps, moved, indices + AF_LANES * 8, 0};
-    if (!m.decode(operands, constants)) {
-        tile->error->code = AF_BAD_PROGRAM;
-        return;
-    }
+    m.decode(operands, constants);
     run_sections(m, indices, is_mask);
     if (!is_mask || anywhere.code == AF_OK) return;
     unsettled.error = tile->error;

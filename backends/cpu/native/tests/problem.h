@@ -194,9 +194,7 @@ class problem : drawing {
                        af_tile_function native) {
         if (!interpreted) return {native, &mods_, sizeof mods_, 0};
         const int64_t bytes = int64_t(code.size()) * 8;
-        compare("a program's check", number_,
-                af_check_program(code.data(), bytes, CAPTURED, INTS, 1), AF_OK, 0);
-        return {af_interpret, code.data(), bytes, af_program_scratch(code.data(), bytes)};
+        return {af_interpret, code.data(), bytes, af_program_scratch(code.data())};
     }
 
     void count_forward(coverage& covered, const af_problem& p, const block_runs& blocks) const {

@@ -54,47 +54,30 @@ _EXCHANGED = {
 """Operation -> the equivalent operation with exchanged operands, "" for itself."""
 
 
-def mask_program(
-    graph: ModGraph,
-    operations: dict[str, int],
-    limits: Limits = LIMITS,
-    *,
-    hoist: bool = True,
-) -> bytes:
+def mask_program(graph: ModGraph, operations: dict[str, int], limits: Limits = LIMITS) -> bytes:
     """Return the program that writes the live bits of a tile.
 
     Args:
         graph: of a mask mod.
         operations: the library's numbers, from `anyflex_cpu.bytecode_steps.numbers`.
         limits: what calls keep to.
-        hoist: compute once what rows or columns share; without it, the same more slowly.
     """
-    context = _Context(graph.nodes, (graph.output,), limits, hoist)
+    context = _Context(graph.nodes, (graph.output,), limits)
     value = BYTECODE.lower(graph.nodes, context, (graph.output,))[graph.output]
     context.steps.write(context.as_bool(value), steps.LIVE_ROW)
     return context.steps.encoded(steps.MASK, operations)
 
 
-def score_program(
-    graph: ModGraph,
-    operations: dict[str, int],
-    limits: Limits = LIMITS,
-    *,
-    hoist: bool = True,
-) -> bytes:
+def score_program(graph: ModGraph, operations: dict[str, int], limits: Limits = LIMITS) -> bytes:
     """Return the program that replaces the scores of a tile; see `mask_program`."""
-    context = _Context(graph.nodes, (graph.output,), limits, hoist)
+    context = _Context(graph.nodes, (graph.output,), limits)
     value = BYTECODE.lower(graph.nodes, context, (graph.output,))[graph.output]
     context.steps.write(context.as_float(value), steps.SCORE_ROW)
     return context.steps.encoded(steps.SCORE, operations)
 
 
 def score_backward_program(
-    derivative: Derivative,
-    operations: dict[str, int],
-    limits: Limits = LIMITS,
-    *,
-    hoist: bool = True,
+    derivative: Derivative, operations: dict[str, int], limits: Limits = LIMITS
 ) -> bytes:
     """Return the program that replaces gradients of modified scores by those of scores, and adds
     to the gradients of captured tensors; see `mask_program`."""
@@ -102,7 +85,7 @@ def score_backward_program(
     roots = [] if derivative.score is None else [derivative.score]
     for scatter in derivative.scatters:
         roots += [scatter.value, *scatter.indices]
-    context = _Context(nodes, roots, limits, hoist)
+    context = _Context(nodes, roots, limits)
     values = BYTECODE.lower(nodes, context, roots)
     for scatter in derivative.scatters:
         indices = context.indices(scatter.indices, [values[i] for i in scatter.indices])
@@ -118,13 +101,10 @@ def score_backward_program(
 class _Context:
     """State that the rules share: the steps so far, and the graph's types."""
 
-    def __init__(
-        self, nodes: Sequence[Node], roots: Sequence[int], limits: Limits, hoist: bool
-    ) -> None:
+    def __init__(self, nodes: Sequence[Node], roots: Sequence[int], limits: Limits) -> None:
         self.nodes = nodes
         self.steps = Steps()
         self.stages = Stages(nodes, roots)
-        self.hoist = hoist
         self.kinds = _kinds(nodes, limits)
         # Nodes are compared by identity: equal ones are merged before, or cost little.
         self._positions = {id(node): position for position, node in enumerate(nodes)}
@@ -137,7 +117,7 @@ class _Context:
         immediate: int = 0,
     ) -> Value:  # fmt: skip
         """Append a step at the first stage where its operands are known."""
-        stage = TILE if self.hoist else PAIR
+        stage = TILE
         for value in (*reads, *(index.value for index in indices)):
             stage |= value.stage
         return self.steps.add(name, kind, stage, reads, immediate, indices)
@@ -150,15 +130,14 @@ class _Context:
 
     def unary(self, name: str, kind: str, x: Value) -> Value:
         """Append a step on one operand; `name` is the step's whole name."""
-        return self.emit(name, kind, (self.lanes(x, x.stage if self.hoist else PAIR),))
+        return self.emit(name, kind, (x,))
 
     def binary(self, name: str, kind: str, x: Value, y: Value) -> Value:
         """Append a step on two operands of one kind; `name` is the operation's."""
-        stage = x.stage | y.stage if self.hoist else PAIR
+        stage = x.stage | y.stage
         ending = f"_{x.kind}"
-        if stage == PAIR and (x.kind == "p" or (x.is_one and y.is_one)):
-            x = self.lanes(x, stage)
-            y = self.lanes(y, stage) if x.kind == "p" else y
+        if x.kind == "p":
+            x, y = self.lanes(x, stage), self.lanes(y, stage)
         if stage == PAIR and x.is_one:
             if name in _EXCHANGED:
                 exchanged = _EXCHANGED[name]
@@ -173,7 +152,7 @@ class _Context:
 
     def select(self, condition: Value, x: Value, y: Value) -> Value:
         kind = x.kind
-        stage = condition.stage | x.stage | y.stage if self.hoist else PAIR
+        stage = condition.stage | x.stage | y.stage
         condition = self.lanes(condition, stage)
         one_x, one_y = (stage == PAIR and value.is_one for value in (x, y))
         name = f"where_{'S' if one_x else ''}{kind}{'S' if one_y else ''}"

@@ -177,6 +177,8 @@ class Steps:
     def encoded(self, kind: int, operations: dict[str, int]) -> bytes:
         """Return the program, with registers allocated."""
         slots = self._give_registers()
+        if slots > SCORE_ROW:
+            raise RuntimeError(f"a mod takes {slots} registers, and there are {SCORE_ROW}")
         steps: list[bytes] = []
         operands: list[bytes] = []
         ends: list[int] = []

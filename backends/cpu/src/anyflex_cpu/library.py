@@ -81,10 +81,7 @@ class Library:
             "af_backward_workspace", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
         )
         self.program_scratch = self._function(
-            "af_program_scratch", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
-        )
-        self._check = self._function(
-            "af_check_program", ctypes.c_int32, ctypes.c_void_p, *(ctypes.c_int64,) * 4
+            "af_program_scratch", ctypes.c_int64, ctypes.c_void_p
         )
         self._operations = self._function("af_operations", ctypes.c_char_p)
         self._variant = self._function("af_forward_variant", ctypes.c_char_p, ctypes.c_void_p)
@@ -163,10 +160,6 @@ class Library:
     def operations(self) -> str:
         """The interpreter's list of operations, a line each."""
         return _text(self._operations())
-
-    def check_program(self, code: int, size: int, captured: int, ints: int, floats: int) -> bool:
-        """Whether a program reads nothing beyond these numbers of slots, nor its registers."""
-        return self._check(code, size, captured, ints, floats) == 0
 
     def variant(self, problem: int) -> str:
         """Name the kernel that serves the af_problem at this address."""

@@ -192,5 +192,5 @@ class Programs:
         words = (ctypes.c_int64 * -(-len(code) // 8)).from_buffer_copy(code)
         self._held.append(words)
         at = ctypes.addressof(words)
-        scratch = self._library.program_scratch(at, len(code))
+        scratch = self._library.program_scratch(at)
         return structs.Program(self._library.address("af_interpret"), at, len(code), scratch)

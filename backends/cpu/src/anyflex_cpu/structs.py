@@ -37,7 +37,7 @@ __all__ = [
     "Tile",
 ]
 
-ABI = 2
+ABI = 3
 """ABI version of the header that this file was written for: its AF_ABI."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
