@@ -267,7 +267,7 @@ int32_t backward(const af_backward_args& args, af_error* error) {
     const bool learns = run.captured.elements > 0 && p.score_backward;
     run.wants_dscore = plan.wants_dq || plan.wants_dk || learns;
     if (!run.wants_dscore && !plan.wants_dv) return AF_OK;
-    for (int32_t i = 0; i < p.threads; ++i) memset(run.buffers_of(i).error, 0, sizeof(af_error));
+    clear_errors(run, p.threads);
 
     const int64_t partials = learns ? run.captured.partials : 0;
     for (run.first_unit = 0; run.first_unit < plan.units; run.first_unit += run.units) {
@@ -286,13 +286,7 @@ int32_t backward(const af_backward_args& args, af_error* error) {
     if (learns && plan.units > 0)
         af_parallel(ceil_div(run.captured.elements, captured_chunk), p.threads, captured_job,
                     &run);
-    for (int32_t i = 0; i < p.threads; ++i) {
-        const af_error& found = *run.buffers_of(i).error;
-        if (found.code == AF_OK) continue;
-        *error = found;
-        return found.code;
-    }
-    return AF_OK;
+    return first_error(run, p.threads, error);
 }
 
 }  // namespace AF_LEVEL

@@ -26,7 +26,7 @@
 //                          + the mods' scratch + 128 KiB
 #pragma once
 #include "pack.h"
-#include "tiles.h"
+#include "workspace.h"
 
 namespace AF_LEVEL {
 
@@ -39,18 +39,6 @@ constexpr int64_t group = 32;
 constexpr int64_t live_words = most_kv_rows / 16;
 constexpr int64_t wanted_jobs = 64;
 constexpr int64_t memory_budget = int64_t(1) << 30;
-
-// Takes pieces off a workspace; with a null base it only adds up their bytes.
-struct arena {
-    char* base;
-    int64_t used;
-
-    template <class T> T* take(int64_t count) {
-        T* piece = base ? reinterpret_cast<T*>(base + used) : nullptr;
-        used += round_up(count * int64_t(sizeof(T)), 64);
-        return piece;
-    }
-};
 
 struct backward_plan {
     bool pairs;                          // bf16 products

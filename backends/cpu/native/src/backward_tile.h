@@ -31,14 +31,6 @@ struct tile_buffers {
     af_error* error;
 };
 
-inline int64_t scratch_bytes(const af_problem& p) {
-    int64_t bytes = 0;
-    const af_program* programs[] = {p.mask, p.score, p.score_backward};
-    for (const af_program* program : programs)
-        if (program) bytes = larger(bytes, program->scratch_bytes);
-    return bytes;
-}
-
 inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const af_problem& p) {
     tile_buffers t;
     const int64_t rows = q_tile_rows / plan.word;
@@ -56,7 +48,7 @@ inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const
     t.dv = memory.take<float>(plan.value_dim * plan.kv_rows);
     t.spare = memory.take<float>(16 * larger(plan.head_dim, plan.value_dim));
     t.block_rows = memory.take<block_row>(plan.kv_rows);
-    t.scratch = memory.take<char>(scratch_bytes(p));
+    t.scratch = memory.take<char>(scratch_bytes(p, true));
     t.kv = take_kv_operands(memory, plan);
     t.found.live = memory.take<uint16_t>(q_tile_rows * live_words);
     t.found.spare = memory.take<uint16_t>(q_tile_rows * (live_words + 1));
@@ -335,39 +327,19 @@ struct nonfinite_rows {
 // Returns the rectangle of a group's columns [from, to) as programs see it.
 inline af_tile program_tile(const tile_place& at, const tile_buffers& t, int64_t first,
                             int64_t from, int64_t to) {
-    af_tile tile;
-    memset(&tile, 0, sizeof tile);
+    af_tile tile = tile_of(at.args->problem, at.b, at.h, at.q + first, at.kv + from,
+                           smaller(group, at.rows - first), smaller(to, at.keys) - from,
+                           t.scratch, t.error);
     tile.live = t.living.whole ? nullptr : t.living.live + first * live_words + from / 16;
     tile.ld = t.strip;
     tile.live_ld = live_words;
-    tile.rows = static_cast<int32_t>(smaller(group, at.rows - first));
-    tile.cols = static_cast<int32_t>(smaller(to, at.keys) - from);
-    tile.b = at.b;
-    tile.h = at.h;
-    tile.q = at.q + first;
-    tile.kv = at.kv + from;
-    tile.inputs = &at.args->problem.inputs;
     tile.captured_grad = at.captured_grad;
-    tile.scratch = t.scratch;
-    tile.error = t.error;
     return tile;
-}
-
-static void run_program(const af_program* program, const af_tile& tile) {
-    const subnormal_results kept(true);
-    program->function(program, &tile);
 }
 
 // Returns the part of a mask program's tile that is fixed; the walk sets rows and columns.
 inline af_tile mask_tile(const af_problem& p, const tile_buffers& t, int64_t b, int64_t h) {
-    af_tile tile;
-    memset(&tile, 0, sizeof tile);
-    tile.b = b;
-    tile.h = h;
-    tile.inputs = &p.inputs;
-    tile.scratch = t.scratch;
-    tile.error = t.error;
-    return tile;
+    return tile_of(p, b, h, 0, 0, 0, 0, t.scratch, t.error);
 }
 
 // Scales a group's products of queries and keys for the score program; copies them to `plain`.

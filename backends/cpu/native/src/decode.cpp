@@ -15,15 +15,6 @@
 namespace AF_LEVEL {
 namespace {
 
-struct decode_run {
-    const af_forward_args* args;
-    const af_problem* p;
-    decode_plan plan;
-    score_scale scale;
-    float* records;
-    char* threads;
-};
-
 struct decode_buffers {
     float* score;
     float* spare;  // as large: scores computed again, or weights as tiles take them
@@ -35,39 +26,47 @@ struct decode_buffers {
     float* panels;
     bool values_on_tiles;  // the level has tiles, and a value row is a whole number of them
     softmax_state state;
-    void* scratch;
+    char* scratch;
     af_error* error;
 };
 
-decode_buffers decode_buffers_of(const decode_run& run, int thread) {
-    const decode_plan& d = run.plan;
-    char* at = run.threads + thread * d.thread_bytes;
-    const auto take = [&](int64_t bytes) {
-        char* p = at;
-        at += bytes;
-        return p;
-    };
+decode_buffers take_buffers(arena& memory, const af_problem& p, const decode_plan& d) {
+    const int64_t panel_rows = round_up(d.rows, NR);
     decode_buffers b;
-    b.score = reinterpret_cast<float*>(take(d.score_bytes));
-    b.spare = reinterpret_cast<float*>(take(d.score_bytes));
-    b.live.live = reinterpret_cast<uint16_t*>(take(d.live_bytes));
-    b.live.spare = reinterpret_cast<uint16_t*>(take(d.spare_bytes));
+    b.score = memory.take<float>(d.rows_padded * decode_ld);
+    b.spare = memory.take<float>(d.rows_padded * decode_ld);
+    b.live.live = memory.take<uint16_t>(d.rows_padded * decode_live_ld);
+    b.live.spare = memory.take<uint16_t>(d.rows_padded * (decode_live_ld + 1));
     b.live.ld = decode_live_ld;
-    b.query_rows = reinterpret_cast<float*>(take(d.query_bytes));
-    b.pairs = reinterpret_cast<uint16_t*>(take(d.pair_bytes));
-    b.tiles = reinterpret_cast<uint32_t*>(take(d.tile_bytes));
-    b.panels = reinterpret_cast<float*>(take(d.panel_bytes));
-    b.out = reinterpret_cast<float*>(take(d.out_bytes));
-    b.before = reinterpret_cast<float*>(take(d.out_bytes));
-    char* rows = take(d.row_bytes);
-    b.state.row_sum = reinterpret_cast<float*>(rows);
-    b.state.row_max = b.state.row_sum + d.rows_padded * VL;
-    b.state.alpha = b.state.row_max + d.rows_padded;
-    b.state.nan = reinterpret_cast<uint8_t*>(b.state.alpha + d.rows_padded);
-    b.scratch = take(d.scratch_bytes);
-    b.error = reinterpret_cast<af_error*>(at);
+    b.query_rows = memory.take<float>(d.rows * d.query_width);
+    b.pairs = memory.take<uint16_t>(d.pairs ? d.rows * d.query_width : 0);
+    b.tiles = memory.take<uint32_t>(d.pairs && has_tiles ? panel_rows * d.query_width / 2 : 0);
+    b.panels = memory.take<float>(d.panels ? panel_rows * d.query_width : 0);
+    b.out = memory.take<float>(d.rows * d.value_width);
+    b.before = memory.take<float>(d.rows * d.value_width);
+    b.state.row_sum = memory.take<float>(d.rows_padded * VL);
+    b.state.row_max = memory.take<float>(d.rows_padded);
+    b.state.alpha = memory.take<float>(d.rows_padded);
+    b.state.nan = memory.take<uint8_t>(d.rows_padded);
+    b.scratch = memory.take<char>(scratch_bytes(p, false));
+    b.error = memory.take<af_error>(1);
     return b;
 }
+
+struct decode_run {
+    const af_forward_args* args;
+    const af_problem* p;
+    decode_plan plan;
+    score_scale scale;
+    float* records;
+    char* threads;  // of buffer_bytes each
+    int64_t buffer_bytes;
+
+    decode_buffers buffers_of(int thread) const {
+        arena memory = {threads + thread * buffer_bytes, 0};
+        return take_buffers(memory, *p, plan);
+    }
+};
 
 // One split of one unit.
 struct decode_job {
@@ -98,16 +97,8 @@ struct decode_tile {
 // The tile of one head: the rows of a head are neighbours.
 af_tile tile_of_head(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                      int64_t head) {
-    af_tile tile = {};
-    tile.rows = static_cast<int32_t>(run.p->q_length);
-    tile.cols = static_cast<int32_t>(t.columns);
-    tile.b = t.job.b;
-    tile.h = t.job.h + head;
-    tile.kv = t.span.begin;
-    tile.inputs = &run.p->inputs;
-    tile.scratch = b.scratch;
-    tile.error = b.error;
-    return tile;
+    return tile_of(*run.p, t.job.b, t.job.h + head, 0, t.span.begin, run.p->q_length, t.columns,
+                   b.scratch, b.error);
 }
 
 void decode_live(const decode_run& run, const decode_buffers& b, const run_row& row,
@@ -182,14 +173,13 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
                              score, decode_ld);
     }
     if (!p.score) return;
-    const subnormal_results kept(true);
     for (int64_t head = 0; head < run.plan.heads; ++head) {
         af_tile tile = tile_of_head(run, b, t, head);
         tile.score = score + head * p.q_length * decode_ld;
         tile.ld = decode_ld;
         tile.live = t.in.all ? nullptr : b.live.live + head * p.q_length * b.live.ld;
         tile.live_ld = b.live.ld;
-        p.score->function(p.score, &tile);
+        run_program(p.score, tile);
     }
 }
 
@@ -304,7 +294,7 @@ template <int DTYPE>
 void decode_split(const decode_run& run, int64_t index, int thread) {
     const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
-    decode_buffers b = decode_buffers_of(run, thread);
+    decode_buffers b = run.buffers_of(thread);
     decode_tile t;
     t.job = decode_job_at(run, index);
     const subnormal_results flushed(false);
@@ -411,34 +401,40 @@ int decode_threads(const af_problem& p) {
     return threads_worth(reads > products ? reads : products, p.threads);
 }
 
+// Lays a workspace out; with a null base `memory.used` becomes its size.
+decode_run lay_out(const af_problem& p, int64_t heads, arena& memory) {
+    decode_run run;
+    run.p = &p;
+    run.plan = decode_plan_of(p, heads);
+    const decode_plan& d = run.plan;
+    run.records = memory.take<float>(d.units * d.splits * d.rows * d.record);
+    arena counted = {nullptr, 0};
+    take_buffers(counted, p, d);
+    run.buffer_bytes = counted.used;
+    run.threads = memory.take<char>(p.threads * run.buffer_bytes);
+    return run;
+}
+
 }  // namespace
 
 int64_t decode_workspace(const af_problem& p) {
-    return decode_plan_of(p, p.q_heads / p.kv_heads).total;
+    arena memory = {nullptr, 0};
+    lay_out(p, p.q_heads / p.kv_heads, memory);
+    return memory.used;
 }
 
 int32_t decode(const af_forward_args& args, af_error* error) {
-    decode_run run;
-    run.args = &args;
-    run.p = &args.problem;
     const af_problem& p = args.problem;
     const bool alone = p.has_mask && p.runs.heads > 1;
-    run.plan = decode_plan_of(p, alone ? 1 : p.q_heads / p.kv_heads);
+    arena memory = {static_cast<char*>(args.workspace), 0};
+    decode_run run = lay_out(p, alone ? 1 : p.q_heads / p.kv_heads, memory);
+    run.args = &args;
     run.scale = scale_of(p);
-    run.records = static_cast<float*>(args.workspace);
-    run.threads = static_cast<char*>(args.workspace) + run.plan.record_bytes;
-    for (int i = 0; i < p.threads; ++i)
-        memset(decode_buffers_of(run, i).error, 0, sizeof(af_error));
+    clear_errors(run, p.threads);
     const int threads = decode_threads(p);
     af_parallel(run.plan.units * run.plan.splits, threads, decode_split_of, &run);
     af_parallel(run.plan.units, run.plan.splits > 1 ? threads : 1, combine, &run);
-    for (int i = 0; i < p.threads; ++i) {
-        const af_error& e = *decode_buffers_of(run, i).error;
-        if (e.code == AF_OK) continue;
-        *error = e;
-        return e.code;
-    }
-    return AF_OK;
+    return first_error(run, p.threads, error);
 }
 
 }  // namespace AF_LEVEL

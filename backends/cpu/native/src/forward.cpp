@@ -13,46 +13,11 @@
 namespace AF_LEVEL {
 namespace {
 
-packed_head head_at(const forward_run& run, int64_t unit_in_wave) {
-    char* at = run.packed + unit_in_wave * run.plan.unit_bytes;
-    return {at, at + run.plan.key_bytes,
-            reinterpret_cast<uint8_t*>(at + run.plan.key_bytes + run.plan.value_bytes)};
-}
-
-// State of one thread.
-forward_buffers buffers_of(const forward_run& run, int thread) {
-    const forward_plan& f = run.plan;
-    char* at = run.threads + thread * f.thread_bytes;
-    const auto take = [&](int64_t bytes) {
-        char* p = at;
-        at += bytes;
-        return p;
-    };
-    forward_buffers b;
-    for (int i = 0; i < score_buffers; ++i) {
-        b.score[i] = reinterpret_cast<float*>(take(f.score_bytes));
-        b.alpha[i] = reinterpret_cast<float*>(take(strip_rows * 4));
-        b.live[i].live = reinterpret_cast<uint16_t*>(take(f.live_bytes));
-        b.live[i].ld = tile_columns / 16;
-    }
-    char* spare = take(f.spare_bytes);
-    for (live_tile& live : b.live) live.spare = reinterpret_cast<uint16_t*>(spare);
-    b.query = take(f.query_bytes);
-    b.out = reinterpret_cast<float*>(take(f.out_bytes));
-    b.state.row_sum = reinterpret_cast<float*>(take(f.q_rows * VL * 4));
-    b.state.row_max = reinterpret_cast<float*>(take(f.q_rows * 4));
-    b.state.alpha = nullptr;
-    b.state.nan = reinterpret_cast<uint8_t*>(take(round_up(f.q_rows, 64)));
-    b.scratch = take(f.scratch_bytes);
-    b.error = reinterpret_cast<af_error*>(at);
-    return b;
-}
-
 // One chunk of keys of one head: both operands.
 void pack_keys(const forward_run& run, int64_t unit, int64_t first) {
     const af_problem& p = *run.p;
     const forward_plan& f = run.plan;
-    const packed_head to = head_at(run, unit);
+    const packed_head to = run.head_at(unit);
     const int64_t b = f.batches_a_unit > 1 ? 0 : (run.first_unit + unit) / p.kv_heads;
     const int64_t h = (run.first_unit + unit) % p.kv_heads;
     const int64_t n = smaller(pack_chunk, p.kv_length - first);
@@ -100,14 +65,8 @@ void finish(const forward_run& run, const forward_buffers& b, const forward_job&
 // Writes the live bits of a tile, with this thread's buffers.
 void find_live(const forward_run& run, const forward_buffers& b, const forward_job& job,
                const run_row& row, const tile_span& span, const live_tile& to) {
-    af_tile tile = {};
-    tile.rows = job.rows;
-    tile.b = job.b;
-    tile.h = job.h;
-    tile.q = job.q;
-    tile.inputs = &run.p->inputs;
-    tile.scratch = b.scratch;
-    tile.error = b.error;
+    const af_tile tile =
+        tile_of(*run.p, job.b, job.h, job.q, 0, job.rows, 0, b.scratch, b.error);
     live_of_tile(run.p->mask, tile, row, span, round_up(job.rows, strip_rows), to);
 }
 
@@ -115,16 +74,15 @@ void find_live(const forward_run& run, const forward_buffers& b, const forward_j
 // aren't shared.
 uint16_t* shared_live_at(const forward_run& run, int64_t q_tile, int64_t n) {
     const forward_plan& f = run.plan;
-    if (!run.shared_live || q_tile >= f.shared_q_tiles || n >= shared_live_tiles) return nullptr;
-    return reinterpret_cast<uint16_t*>(run.shared_live +
-                                       (q_tile * shared_live_tiles + n) * f.live_bytes);
+    if (!run.shares_live || q_tile >= f.shared_q_tiles || n >= shared_live_tiles) return nullptr;
+    return run.shared_live + (q_tile * shared_live_tiles + n) * f.live_words;
 }
 
 void share_live_job(void* context, int64_t index, int thread) {
     const forward_run& run = *static_cast<forward_run*>(context);
     const forward_job job = job_of(*run.p, run.plan, 0, index);
     if (job.rows <= 0) return;
-    const forward_buffers b = buffers_of(run, thread);
+    const forward_buffers b = run.buffers_of(thread);
     const run_row row = key_runs(*run.p, 0, 0, job.q);
     tile_walk walk = {row, tile_columns};
     tile_span span;
@@ -181,18 +139,18 @@ void run_job(const forward_run& run, int64_t index, int thread) {
     const int rows = t.job.rows;
     if (rows <= 0) return;
     pack(run, unit);
-    t.head = head_at(run, unit);
-    const forward_buffers b = buffers_of(run, thread);
+    t.head = run.head_at(unit);
+    const forward_buffers b = run.buffers_of(thread);
     const subnormal_results flushed(false);
 
     const int64_t rows_padded = round_up(rows, strip_rows);
     const matrix query = matrix_of(p.query, p.dtype, t.job.b, t.job.h, t.job.q);
     if constexpr (PAIRS)
         copy_rows_pairs(query, rows, rows_padded, p.head_dim, f.query_width,
-                        static_cast<uint16_t*>(b.query));
+                        reinterpret_cast<uint16_t*>(b.query));
     else
         copy_rows(query, rows, rows_padded, p.head_dim, f.query_width,
-                  static_cast<float*>(b.query));
+                  reinterpret_cast<float*>(b.query));
     memset(b.out, 0, rows_padded * f.value_width * 4);
     memset(b.state.row_sum, 0, rows_padded * VL * 4);
     memset(b.state.nan, 0, rows_padded);
@@ -216,32 +174,44 @@ int forward_threads(const af_problem& p, const forward_plan& f) {
     return threads_worth(microseconds_of_products(p, has_tiles && f.pairs), p.threads);
 }
 
-}  // namespace
-
-int64_t forward_workspace(const af_problem& problem) { return plan_of(problem).total; }
-
-int32_t forward(const af_forward_args& args, af_error* error) {
-    const af_problem& p = args.problem;
+// Lays a workspace out; with a null base `memory.used` becomes its size.
+forward_run lay_out(const af_problem& p, arena& memory) {
     forward_run run;
-    run.args = &args;
     run.p = &p;
     run.plan = plan_of(p);
     const forward_plan& f = run.plan;
-    run.packed = static_cast<char*>(args.workspace);
-    run.order = reinterpret_cast<int32_t*>(run.packed + f.units_a_wave * f.unit_bytes);
-    run.packings = reinterpret_cast<packing*>(reinterpret_cast<char*>(run.order) + f.order_bytes);
-    run.threads = reinterpret_cast<char*>(run.packings + f.units_a_wave);
-    run.chunks = ceil_div(p.kv_length, pack_chunk);
+    run.packed = memory.take<char>(f.units_a_wave * f.unit_bytes);
+    run.order = memory.take<int32_t>(f.units_a_wave * f.jobs_a_unit);
+    run.packings = memory.take<packing>(f.units_a_wave);
+    arena counted = {nullptr, 0};
+    take_buffers(counted, p, f);
+    run.buffer_bytes = counted.used;
+    run.threads = memory.take<char>(f.threads * run.buffer_bytes);
+    run.shared_live = memory.take<uint16_t>(f.shared_q_tiles * shared_live_tiles * f.live_words);
+    return run;
+}
 
+}  // namespace
+
+int64_t forward_workspace(const af_problem& problem) {
+    arena memory = {nullptr, 0};
+    lay_out(problem, memory);
+    return memory.used;
+}
+
+int32_t forward(const af_forward_args& args, af_error* error) {
+    const af_problem& p = args.problem;
+    arena memory = {static_cast<char*>(args.workspace), 0};
+    forward_run run = lay_out(p, memory);
+    const forward_plan& f = run.plan;
+    run.args = &args;
+    run.chunks = ceil_div(p.kv_length, pack_chunk);
     run.scale = scale_of(p);
-    for (int i = 0; i < f.threads; ++i) memset(buffers_of(run, i).error, 0, sizeof(af_error));
+    clear_errors(run, f.threads);
     const int threads = forward_threads(p, f);
-    const bool alike = p.mask && p.mask_is_per_call && p.runs.batch == 1 && p.runs.heads == 1;
-    run.shared_live = nullptr;
-    if (alike && f.shared_q_tiles > 0) {
-        run.shared_live = run.threads + f.threads * f.thread_bytes;
-        af_parallel(f.shared_q_tiles, threads, share_live_job, &run);
-    }
+    run.shares_live = f.shared_q_tiles > 0 && p.mask && p.mask_is_per_call &&
+                      p.runs.batch == 1 && p.runs.heads == 1;
+    if (run.shares_live) af_parallel(f.shared_q_tiles, threads, share_live_job, &run);
     for (int64_t unit = 0; unit < f.units; unit += f.units_a_wave) {
         const int64_t units = smaller(f.units_a_wave, f.units - unit);
         run.first_unit = unit;
@@ -250,13 +220,7 @@ int32_t forward(const af_forward_args& args, af_error* error) {
         memset(run.packings, 0, units * sizeof(packing));
         af_parallel(units * f.jobs_a_unit, threads, forward_job_of, &run);
     }
-    for (int i = 0; i < f.threads; ++i) {
-        const af_error& e = *buffers_of(run, i).error;
-        if (e.code == AF_OK) continue;
-        *error = e;
-        return e.code;
-    }
-    return AF_OK;
+    return first_error(run, f.threads, error);
 }
 
 }  // namespace AF_LEVEL

@@ -7,7 +7,7 @@
 // key.
 #pragma once
 #include "pack.h"
-#include "tiles.h"
+#include "workspace.h"
 
 namespace AF_LEVEL {
 namespace {
@@ -35,18 +35,30 @@ struct forward_plan {
     int64_t q_block, tiles_a_block, q_tiles, q_rows;
     int64_t jobs_a_unit;
     int threads;
-    // Bytes, multiples of 64
-    int64_t key_bytes, value_bytes, flag_bytes, unit_bytes;
-    int64_t score_bytes, live_bytes, spare_bytes, query_bytes, out_bytes, row_bytes,
-        scratch_bytes, thread_bytes;
-    int64_t order_bytes, total;
+    int64_t word;        // bytes of an element of an operand
+    int64_t unit_bytes;
+    int64_t live_words;  // of the live bits of a q tile's kv tile
     int64_t shared_q_tiles;  // number of q tiles that have room for shared live bits
 };
+
+// One packed head.
+struct packed_head {
+    char *key, *value;
+    uint8_t* nonfinite;  // [keys]: rows of value with NaN or infinity, packed as 0
+};
+
+inline packed_head take_head(arena& memory, const forward_plan& f) {
+    packed_head head;
+    head.key = memory.take<char>(f.keys * f.k * f.word);
+    head.value = memory.take<char>(f.keys * f.value_width * f.word);
+    head.nonfinite = memory.take<uint8_t>(f.keys);
+    return head;
+}
 
 AF_INLINE forward_plan plan_of(const af_problem& p) {
     forward_plan f;
     f.pairs = has_pairs && p.dtype == AF_BF16;
-    const int64_t word = f.pairs ? 2 : 4;
+    f.word = f.pairs ? 2 : 4;
     f.query_width = round_up(p.head_dim, f.pairs ? pair_k_step : VL);
     f.k = f.pairs ? f.query_width : p.head_dim;
     f.value_panels = ceil_div(p.value_head_dim, NR);
@@ -64,41 +76,21 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     f.q_tiles = ceil_div(p.q_length, f.q_block) * f.tiles_a_block;
     f.jobs_a_unit = f.batches_a_unit * f.group * f.q_tiles;
 
-    f.key_bytes = round_up(f.keys * f.k * word, 64);
-    f.value_bytes = round_up(f.keys * f.value_width * word, 64);
-    f.flag_bytes = round_up(f.keys, 64);
-    f.unit_bytes = f.key_bytes + f.value_bytes + f.flag_bytes;
+    arena counted = {nullptr, 0};
+    take_head(counted, f);
+    f.unit_bytes = counted.used;
     // One thread uses a packed head while it is near; several need jobs to share.
     const int64_t busy = p.threads == 1 ? 1 : ceil_div(jobs_a_thread * p.threads, f.jobs_a_unit);
     f.units_a_wave = smaller(packed_bound / (f.unit_bytes > 0 ? f.unit_bytes : 1), busy);
     if (f.units_a_wave < 1) f.units_a_wave = 1;
     f.units_a_wave = smaller(f.units_a_wave, f.units);
 
-    f.score_bytes = strip_rows * tile_columns * 4;
-    const int64_t live_words = tile_columns / 16;
-    f.live_bytes = round_up(f.q_rows * live_words * 2, 64);
-    f.spare_bytes = round_up(f.q_rows * (live_words + 1) * 2, 64);
-    f.query_bytes = round_up(f.q_rows * f.query_width * word, 64);
-    f.out_bytes = f.q_rows * f.value_width * 4;
-    f.row_bytes = f.q_rows * (4 + 4 * VL) + round_up(f.q_rows, 64);
-    f.scratch_bytes = 0;
-    const af_program* programs[] = {p.mask, p.score};
-    for (const af_program* program : programs)
-        if (program && program->scratch_bytes > f.scratch_bytes)
-            f.scratch_bytes = program->scratch_bytes;
-    f.scratch_bytes = round_up(f.scratch_bytes, 64);
-    f.thread_bytes = score_buffers * (f.score_bytes + strip_rows * 4 + f.live_bytes) +
-                     f.spare_bytes + f.query_bytes + f.out_bytes + f.row_bytes +
-                     f.scratch_bytes + 64;
-
-    f.order_bytes = round_up(f.units_a_wave * f.jobs_a_unit * 4, 64);
+    f.live_words = f.q_rows * tile_columns / 16;
     f.threads = p.threads;
     f.shared_q_tiles = 0;
     if (p.has_mask && p.batch * p.q_heads > 1)
         f.shared_q_tiles =
-            smaller(f.q_tiles, shared_live_bound / (shared_live_tiles * f.live_bytes));
-    f.total = f.units_a_wave * (f.unit_bytes + 64) + f.order_bytes + f.threads * f.thread_bytes +
-              f.shared_q_tiles * shared_live_tiles * f.live_bytes;
+            smaller(f.q_tiles, shared_live_bound / (shared_live_tiles * f.live_words * 2));
     return f;
 }
 

@@ -17,35 +17,62 @@ struct alignas(64) packing {
     int64_t taken, done;
 };
 
+// This thread's buffers.
+struct forward_buffers {
+    float* score[score_buffers];  // [32][tile_columns]
+    float* alpha[score_buffers];  // [32]
+    live_tile live[score_buffers];
+    char* query;
+    float* out;  // [q_rows][value_width]
+    softmax_state state;  // alpha is a strip's own
+    char* scratch;
+    af_error* error;
+};
+
+inline forward_buffers take_buffers(arena& memory, const af_problem& p, const forward_plan& f) {
+    forward_buffers b;
+    for (int i = 0; i < score_buffers; ++i) {
+        b.score[i] = memory.take<float>(strip_rows * tile_columns);
+        b.alpha[i] = memory.take<float>(strip_rows);
+        b.live[i].live = memory.take<uint16_t>(f.live_words);
+        b.live[i].ld = tile_columns / 16;
+    }
+    uint16_t* spare = memory.take<uint16_t>(f.live_words + f.q_rows);
+    for (live_tile& live : b.live) live.spare = spare;
+    b.query = memory.take<char>(f.q_rows * f.query_width * f.word);
+    b.out = memory.take<float>(f.q_rows * f.value_width);
+    b.state.row_sum = memory.take<float>(f.q_rows * VL);
+    b.state.row_max = memory.take<float>(f.q_rows);
+    b.state.alpha = nullptr;
+    b.state.nan = memory.take<uint8_t>(f.q_rows);
+    b.scratch = memory.take<char>(scratch_bytes(p, false));
+    b.error = memory.take<af_error>(1);
+    return b;
+}
+
 struct forward_run {
     const af_forward_args* args;
     const af_problem* p;
     forward_plan plan;
-    char *packed, *threads;
-    char* shared_live;  // NULL: heads differ, or there is but one
-    int32_t* order;
-    packing* packings;  // of the wave's units
+    char* packed;         // [units_a_wave] of unit_bytes
+    int32_t* order;       // [units_a_wave][jobs_a_unit]
+    packing* packings;    // [units_a_wave]
+    char* threads;        // of buffer_bytes each
+    uint16_t* shared_live;  // [shared_q_tiles][shared_live_tiles][live_words]
+    bool shares_live;     // the same for all heads, of which there are several
+    int64_t buffer_bytes;
     int64_t first_unit;
     int64_t chunks;  // chunks of a packed unit
     score_scale scale;
-};
 
-// One packed head.
-struct packed_head {
-    char *key, *value;
-    uint8_t* nonfinite;  // [keys]: rows of value with NaN or infinity, packed as 0
-};
-
-// This thread's buffers.
-struct forward_buffers {
-    float* score[2];  // [32][tile_columns]; the second on AMX levels only
-    float* alpha[2];  // [32]
-    live_tile live[2];
-    void* query;
-    float* out;  // [q_rows][value_width]
-    softmax_state state;  // alpha is a strip's own
-    void* scratch;
-    af_error* error;
+    packed_head head_at(int64_t unit_in_wave) const {
+        arena memory = {packed + unit_in_wave * plan.unit_bytes, 0};
+        return take_head(memory, plan);
+    }
+    forward_buffers buffers_of(int thread) const {
+        arena memory = {threads + thread * buffer_bytes, 0};
+        return take_buffers(memory, *p, plan);
+    }
 };
 
 // A kv tile in flight.
@@ -93,7 +120,7 @@ strip_operands operands_of(const forward_run& run, const forward_buffers& b,
     const forward_plan& f = run.plan;
     const int64_t size = PAIRS ? 2 : 4, key = s.tile.span.begin + part.begin;
     strip_operands o;
-    o.query = static_cast<char*>(b.query) + s.first * f.query_width * size;
+    o.query = b.query + s.first * f.query_width * size;
     o.key = s.tile.head.key + key * f.k * size;
     o.value = s.tile.head.value + key * NR * size;
     o.score = s.score + part.begin;
@@ -189,22 +216,15 @@ void add_nonfinite(const forward_run& run, const forward_buffers& b, const forwa
 inline void modify_scores(const forward_run& run, const forward_buffers& b,
                           const forward_strip& s) {
     if (const af_program* score = run.p->score) {
-        af_tile tile = {};
+        const forward_job& job = s.tile.job;
+        const tile_span& span = s.tile.span;
+        af_tile tile = tile_of(*run.p, job.b, job.h, job.q + s.first, span.begin, s.rows,
+                               span.end - span.begin, b.scratch, b.error);
         tile.score = s.score;
-        tile.live = s.in.all ? nullptr : s.live.live + s.first * s.live.ld;
         tile.ld = tile_columns;
+        tile.live = s.in.all ? nullptr : s.live.live + s.first * s.live.ld;
         tile.live_ld = s.live.ld;
-        tile.rows = s.rows;
-        tile.cols = static_cast<int32_t>(s.tile.span.end - s.tile.span.begin);
-        tile.b = s.tile.job.b;
-        tile.h = s.tile.job.h;
-        tile.q = s.tile.job.q + s.first;
-        tile.kv = s.tile.span.begin;
-        tile.inputs = &run.p->inputs;
-        tile.scratch = b.scratch;
-        tile.error = b.error;
-        const subnormal_results kept(true);
-        score->function(score, &tile);
+        run_program(score, tile);
     }
     if (s.tile.any_nonfinite) exclude_nonfinite(s);
 }

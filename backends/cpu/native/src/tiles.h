@@ -139,6 +139,11 @@ struct live_tile {
     int64_t ld;      // words a row: at least the tile's columns rounded up to tile_step, / 16
 };
 
+inline void run_program(const af_program* program, const af_tile& tile) {
+    const subnormal_results kept(true);
+    program->function(program, &tile);
+}
+
 // Runs `mask` on columns [begin, end) of a tile that begins at column `origin`, or-ed into live.
 static void live_of_run(const af_program* mask, af_tile t, const live_tile& to, int64_t origin,
                         int64_t begin, int64_t end) {
@@ -146,10 +151,7 @@ static void live_of_run(const af_program* mask, af_tile t, const live_tile& to, 
     t.cols = static_cast<int32_t>(end - begin);
     t.live = to.spare;
     t.live_ld = to.ld + 1;
-    {
-        const subnormal_results kept(true);
-        mask->function(mask, &t);
-    }
+    run_program(mask, t);
     const int64_t shift = (begin - origin) % 16, word = (begin - origin) / 16;
     const int64_t words = ceil_div(end - begin, 16);
     for (int r = 0; r < t.rows; ++r) {
