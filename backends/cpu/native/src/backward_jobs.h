@@ -1,5 +1,7 @@
 // The jobs of the units in flight: where partitions begin, what jobs cost, and their order.
 #pragma once
+#include <stdlib.h>
+
 #include "backward_plan.h"
 #include "backward_visits.h"
 
@@ -10,7 +12,6 @@ struct backward_job {
     int32_t unit;       // of those in flight
     int32_t partition;
     int32_t partial;    // of captured sums
-    int32_t unused;
 };
 
 struct job_table {
@@ -52,9 +53,9 @@ struct job_table {
             }
             for (int64_t i = 0; i < plan.partitions; ++i)
                 jobs[count++] = {tile_cost[bounds[i + 1]] - tile_cost[bounds[i]],
-                                 static_cast<int32_t>(u), static_cast<int32_t>(i), 0, 0};
+                                 static_cast<int32_t>(u), static_cast<int32_t>(i), 0};
         }
-        sort();
+        qsort(jobs, count, sizeof *jobs, compare);
         share_out(partials);
     }
 
@@ -90,30 +91,12 @@ struct job_table {
         }
     }
 
-    static bool before(const backward_job& a, const backward_job& b) {
-        if (a.cost != b.cost) return a.cost > b.cost;
-        return a.unit != b.unit ? a.unit < b.unit : a.partition < b.partition;
-    }
-
-    // Heap sort: in place and without the library.
-    void sort() {
-        for (int64_t i = count / 2; i > 0; --i) sink(i - 1, count);
-        for (int64_t n = count - 1; n > 0; --n) {
-            const backward_job last = jobs[n];
-            jobs[n] = jobs[0];
-            jobs[0] = last;
-            sink(0, n);
-        }
-    }
-
-    void sink(int64_t i, int64_t n) {
-        for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-            if (child + 1 < n && before(jobs[child], jobs[child + 1])) ++child;
-            if (!before(jobs[i], jobs[child])) return;
-            const backward_job job = jobs[i];
-            jobs[i] = jobs[child];
-            jobs[child] = job;
-        }
+    // Dearest first, and equal ones in their order.
+    static int compare(const void* x, const void* y) {
+        const backward_job &a = *static_cast<const backward_job*>(x),
+                           &b = *static_cast<const backward_job*>(y);
+        if (a.cost != b.cost) return a.cost > b.cost ? -1 : 1;
+        return a.unit != b.unit ? a.unit - b.unit : a.partition - b.partition;
     }
 
     // Each job to the partial with the least to do.

@@ -14,7 +14,6 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -61,17 +60,14 @@ struct region {
 
 class pool {
    public:
-    // False if another thread is running a region. Up to `helpers` of `threads` - 1 workers join.
-    bool run(region& work, int threads, int helpers) {
+    // False if another thread is running a region. Up to `helpers` workers join.
+    bool run(region& work, int helpers) {
         if (!taken_.try_lock()) return false;
         {
-            std::unique_lock<std::mutex> lock(mutex_);
-            resize(lock, threads - 1);
-            const int there = static_cast<int>(workers_.size());
+            std::lock_guard<std::mutex> lock(mutex_);
+            grow(helpers);
             work_ = &work;
-            wanted_ = helpers < there ? helpers : there;
-            working_ = 0;
-            ++generation_;
+            wanted_ = helpers;
         }
         wake_.notify_all();
         work.work(0);
@@ -79,48 +75,31 @@ class pool {
             std::unique_lock<std::mutex> lock(mutex_);
             wanted_ = 0;  // workers that wake later find no work
             done_.wait(lock, [&] { return working_ == 0; });
-            work_ = nullptr;
         }
         taken_.unlock();
         return true;
     }
 
    private:
-    void resize(std::unique_lock<std::mutex>& lock, int workers) {
-        if (workers < 0) workers = 0;
-        if (static_cast<int>(workers_.size()) > workers) {
-            target_ = workers;
-            ++generation_;
-            lock.unlock();
-            wake_.notify_all();
-            for (size_t i = workers; i < workers_.size(); ++i) workers_[i].join();
-            lock.lock();
-            workers_.resize(workers);
-        }
-        target_ = workers;
-        while (static_cast<int>(workers_.size()) < workers) {
-            const int index = static_cast<int>(workers_.size());
-            const uint64_t seen = generation_;
+    void grow(int workers) {
+        for (; workers_ < workers; ++workers_) {
             try {
-                workers_.emplace_back([this, index, seen] { live(index, seen); });
+                std::thread([this] { live(); }).detach();
             } catch (const std::system_error&) {
-                break;  // the system gives no more threads: work with these
+                return;  // the system gives no more threads: work with these
             }
         }
     }
 
-    void live(int index, uint64_t seen) {
+    void live() {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            wake_.wait(lock, [&] { return generation_ != seen; });
-            seen = generation_;
-            if (index >= target_) return;
-            if (wanted_ == 0) continue;
-            --wanted_;
+            wake_.wait(lock, [&] { return wanted_ > 0; });
+            const int thread = wanted_--;
             ++working_;
             region* work = work_;
             lock.unlock();
-            work->work(index + 1);
+            work->work(thread);
             lock.lock();
             if (--working_ == 0) done_.notify_one();
         }
@@ -129,35 +108,14 @@ class pool {
     std::mutex taken_;  // held by the thread that runs a region
     std::mutex mutex_;  // guards everything below
     std::condition_variable wake_, done_;
-    std::vector<std::thread> workers_;
-    uint64_t generation_ = 0;
     region* work_ = nullptr;
+    int workers_ = 0;
     int wanted_ = 0;   // workers that may still join the region
     int working_ = 0;  // workers in the region
-    int target_ = 0;   // workers of this index and above leave
 };
 
-// Never destroyed: workers may outlive static destructors.
-std::atomic<pool*> the_pool{nullptr};
-
-void forget_threads();
-
-void watch_forks() {
-#if !defined(_WIN32)
-    static std::once_flag registered;
-    std::call_once(registered, [] { pthread_atfork(nullptr, nullptr, forget_threads); });
-#endif
-}
-
-pool& instance() {
-    pool* p = the_pool.load(std::memory_order_acquire);
-    if (p) return *p;
-    watch_forks();
-    pool* fresh = new pool;
-    if (the_pool.compare_exchange_strong(p, fresh)) return *fresh;
-    delete fresh;
-    return *p;
-}
+// Never destroyed: workers outlive static destructors.
+pool* the_pool = new pool;
 
 // libgomp's entry points, which Intel's and LLVM's runtimes have as well.
 typedef void (*team_function)(void (*)(void*), void*, unsigned threads, unsigned flags);
@@ -183,17 +141,19 @@ bool run_on_team(region& work, int threads) {
     return true;
 }
 
+#if !defined(_WIN32)
 // A forked child has none of its parent's threads, and the parent's locks in any state: it starts
 // with a pool of its own, because no OpenMP runtime survives a fork.
 void forget_threads() {
     the_team.store(nullptr);
-    the_pool.store(nullptr);
+    the_pool = new pool;
 }
+const int watching_forks = pthread_atfork(nullptr, nullptr, forget_threads);
+#endif
 
 }  // namespace
 
 void af_share_threads(void* parallel, void* thread_number) {
-    watch_forks();
     the_member.store(reinterpret_cast<member_function>(thread_number));
     the_team.store(reinterpret_cast<team_function>(parallel), std::memory_order_release);
 }
@@ -206,7 +166,7 @@ void af_parallel(int64_t jobs, int threads, void (*job)(void*, int64_t, int), vo
             if (run_on_team(work, threads)) return;
         } else {
             inside = true;
-            const bool done = instance().run(work, threads, helpers);
+            const bool done = the_pool->run(work, helpers);
             inside = false;
             if (done) return;
         }
