@@ -81,13 +81,8 @@ template <bool PAIRS, into HOW, class AHEAD = panel_ahead>
 static void multiply_rows(int64_t rows, int64_t panels, int64_t k, const uint32_t* a,
                           int64_t a_row, int64_t a_k, const uint32_t* b, int64_t b_panel,
                           float* c, int64_t ldc, AHEAD&& ahead = AHEAD()) {
-    if constexpr (PAIRS)
-        gemm_pairs<HOW>(static_cast<int>(rows), panels, k, reinterpret_cast<const uint16_t*>(a),
-                        a_row, b, b_panel, c, ldc, 1.0f, nullptr, ahead);
-    else
-        gemm<HOW>(static_cast<int>(rows), panels, k, reinterpret_cast<const float*>(a), a_row,
-                  a_k, reinterpret_cast<const float*>(b), b_panel, c, ldc, 1.0f, nullptr,
-                  longest_sum_of_gradients, ahead);
+    multiply_words<PAIRS, HOW>(rows, panels, k, a, a_row, a_k, b, b_panel, c, ldc, 1.0f, nullptr,
+                               longest_sum_of_gradients, ahead);
 }
 
 // Prefetches what is read after a product, and has left L2 since another tile of keys read it: one

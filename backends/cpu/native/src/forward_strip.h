@@ -133,18 +133,13 @@ strip_operands operands_of(const forward_run& run, const forward_buffers& b,
 template <bool PAIRS>
 void score_product(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
     const forward_plan& f = run.plan;
+    constexpr int64_t word = PAIRS ? 2 : 1;
     for (int i = 0; i < s.in.parts; ++i) {
         const strip_operands o = operands_of<PAIRS>(run, b, s, s.in.part[i]);
         const int64_t panels = (s.in.part[i].end - s.in.part[i].begin) / NR;
-        if constexpr (PAIRS)
-            gemm_pairs<into::store>(s.padded, panels, f.k, static_cast<const uint16_t*>(o.query),
-                                    f.query_width / 2, static_cast<const uint32_t*>(o.key),
-                                    f.k / 2 * NR, o.score, tile_columns, run.scale.stored,
-                                    nullptr);
-        else
-            gemm<into::store>(s.padded, panels, f.k, static_cast<const float*>(o.query),
-                              f.query_width, 1, static_cast<const float*>(o.key), f.k * NR,
-                              o.score, tile_columns, run.scale.stored, nullptr);
+        multiply_words<PAIRS, into::store>(s.padded, panels, f.k, o.query, f.query_width / word, 1,
+                                           o.key, f.k / word * NR, o.score, tile_columns,
+                                           run.scale.stored, nullptr);
     }
 }
 
@@ -153,15 +148,10 @@ void value_product_of(const forward_run& run, const forward_buffers& b, const fo
                       const stretch& part) {
     const forward_plan& f = run.plan;
     const strip_operands o = operands_of<PAIRS>(run, b, s, part);
-    const int64_t keys = part.end - part.begin;
-    if constexpr (PAIRS)
-        gemm_pairs<HOW>(s.padded, f.value_panels, keys, static_cast<const uint16_t*>(o.weight),
-                        weight_ld / 2, static_cast<const uint32_t*>(o.value), f.keys / 2 * NR,
-                        o.out, f.value_width, 1.0f, s.alpha);
-    else
-        gemm<HOW>(s.padded, f.value_panels, keys, static_cast<const float*>(o.weight),
-                  tile_columns, 1, static_cast<const float*>(o.value), f.keys * NR, o.out,
-                  f.value_width, 1.0f, s.alpha);
+    // A row of weights has as many words as one of scores, where its pairs begin.
+    multiply_words<PAIRS, HOW>(s.padded, f.value_panels, part.end - part.begin, o.weight,
+                               tile_columns, 1, o.value, f.keys / (PAIRS ? 2 : 1) * NR, o.out,
+                               f.value_width, 1.0f, s.alpha);
 }
 
 template <bool PAIRS>

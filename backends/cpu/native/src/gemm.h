@@ -252,4 +252,18 @@ static void gemm_pairs(int rows, int64_t panels, int64_t k, const uint16_t* a, i
 #endif
 }
 
+// gemm or gemm_pairs: rows of A and panels of B in words, which are floats, or pairs with a_k 1.
+template <bool PAIRS, into HOW, class AHEAD = panel_ahead>
+static void multiply_words(int64_t rows, int64_t panels, int64_t k, const void* a, int64_t a_row,
+                           int64_t a_k, const void* b, int64_t b_panel, float* c, int64_t ldc,
+                           float scale, const float* alpha, int64_t longest = longest_sum,
+                           AHEAD&& ahead = AHEAD()) {
+    if constexpr (PAIRS)
+        gemm_pairs<HOW>(static_cast<int>(rows), panels, k, static_cast<const uint16_t*>(a), a_row,
+                        static_cast<const uint32_t*>(b), b_panel, c, ldc, scale, alpha, ahead);
+    else
+        gemm<HOW>(static_cast<int>(rows), panels, k, static_cast<const float*>(a), a_row, a_k,
+                  static_cast<const float*>(b), b_panel, c, ldc, scale, alpha, longest, ahead);
+}
+
 }  // namespace AF_LEVEL

@@ -25,30 +25,26 @@ using wraps = typename wrapping<T>::type;
 template <class T>
 constexpr bool is_float = T(0.5) != T(0);
 
-struct add {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return T(wraps<T>(a) + wraps<T>(b));
-    }
-};
-struct sub {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return T(wraps<T>(a) - wraps<T>(b));
-    }
-};
-struct mul {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return T(wraps<T>(a) * wraps<T>(b));
-    }
-};
-struct truediv {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a / b;
-    }
-};
+// An operation on lanes of any type T, from its value for lanes a and b.
+#define AF_UNARY_OPERATION(NAME, VALUE)                                                       \
+    struct NAME {                                                                            \
+        template <class T>                                                                   \
+        AF_INLINE T of(T a) {                                                                \
+            return VALUE;                                                                    \
+        }                                                                                    \
+    };
+#define AF_BINARY_OPERATION(NAME, VALUE)                                                      \
+    struct NAME {                                                                            \
+        template <class T>                                                                   \
+        AF_INLINE T of(T a, T b) {                                                           \
+            return VALUE;                                                                    \
+        }                                                                                    \
+    };
+
+AF_BINARY_OPERATION(add, T(wraps<T>(a) + wraps<T>(b)))
+AF_BINARY_OPERATION(sub, T(wraps<T>(a) - wraps<T>(b)))
+AF_BINARY_OPERATION(mul, T(wraps<T>(a) * wraps<T>(b)))
+AF_BINARY_OPERATION(truediv, a / b)
 // The same with operands exchanged, for a first operand that is one value.
 template <class F>
 struct exchanged {
@@ -57,18 +53,8 @@ struct exchanged {
         return F::of(b, a);
     }
 };
-struct minimum {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a < b || a != a ? a : b;
-    }
-};
-struct maximum {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a > b || a != a ? a : b;
-    }
-};
+AF_BINARY_OPERATION(minimum, a < b || a != a ? a : b)
+AF_BINARY_OPERATION(maximum, a > b || a != a ? a : b)
 
 // Integer division rounding to 0; by 0 as by 1. In doubles, which hold every quotient of int32.
 AF_INLINE int32_t quotient(int32_t a, int32_t b) {
@@ -222,36 +208,11 @@ struct atan2 {
     AF_INLINE double of(double a, double b) { return __builtin_atan2(a, b); }
 };
 
-struct bit_and {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a & b;
-    }
-};
-struct bit_or {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a | b;
-    }
-};
-struct bit_xor {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a ^ b;
-    }
-};
-struct bit_and_not {
-    template <class T>
-    AF_INLINE T of(T a, T b) {
-        return a & ~b;
-    }
-};
-struct bit_not {
-    template <class T>
-    AF_INLINE T of(T a) {
-        return ~a;
-    }
-};
+AF_BINARY_OPERATION(bit_and, a & b)
+AF_BINARY_OPERATION(bit_or, a | b)
+AF_BINARY_OPERATION(bit_xor, a ^ b)
+AF_BINARY_OPERATION(bit_and_not, a & ~b)
+AF_UNARY_OPERATION(bit_not, ~a)
 struct shl {
     template <class T>
     AF_INLINE T of(T a, T b) {
@@ -278,49 +239,21 @@ AF_INLINE uint32_t bits_where(V holds) {
         return bits_of(reinterpret_cast<vi>(holds));
 }
 
-struct eq {
-    template <class V>
-    AF_INLINE uint32_t bits(V a, V b) {
-        return bits_where(a == b);
-    }
-};
-struct ne {
-    template <class V>
-    AF_INLINE uint32_t bits(V a, V b) {
-        return bits_where(a != b);
-    }
-};
-struct lt {
-    template <class V>
-    AF_INLINE uint32_t bits(V a, V b) {
-        return bits_where(a < b);
-    }
-};
-struct le {
-    template <class V>
-    AF_INLINE uint32_t bits(V a, V b) {
-        return bits_where(a <= b);
-    }
-};
-struct gt {
-    template <class V>
-    AF_INLINE uint32_t bits(V a, V b) {
-        return bits_where(a > b);
-    }
-};
-struct ge {
-    template <class V>
-    AF_INLINE uint32_t bits(V a, V b) {
-        return bits_where(a >= b);
-    }
-};
+#define AF_COMPARISON(NAME, OPERATOR)                                                         \
+    struct NAME {                                                                            \
+        template <class V>                                                                   \
+        AF_INLINE uint32_t bits(V a, V b) {                                                  \
+            return bits_where(a OPERATOR b);                                                 \
+        }                                                                                    \
+    };
+AF_COMPARISON(eq, ==)
+AF_COMPARISON(ne, !=)
+AF_COMPARISON(lt, <)
+AF_COMPARISON(le, <=)
+AF_COMPARISON(gt, >)
+AF_COMPARISON(ge, >=)
 
-struct neg {
-    template <class T>
-    AF_INLINE T of(T a) {
-        return T(is_float<T> ? wraps<T>(-a) : wraps<T>(0) - wraps<T>(a));
-    }
-};
+AF_UNARY_OPERATION(neg, T(is_float<T> ? wraps<T>(-a) : wraps<T>(0) - wraps<T>(a)))
 struct abs {
     AF_INLINE float of(float a) { return __builtin_fabsf(a); }
     AF_INLINE double of(double a) { return __builtin_fabs(a); }
@@ -329,11 +262,6 @@ struct abs {
         return a < 0 ? sub::of(T(0), a) : a;
     }
 };
-struct sign {
-    template <class T>
-    AF_INLINE T of(T a) {
-        return T(a > 0) - T(a < 0);
-    }
-};
+AF_UNARY_OPERATION(sign, T(a > 0) - T(a < 0))
 
 }  // namespace AF_LEVEL
