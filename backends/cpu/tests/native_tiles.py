@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import CapturedFacts, Derivative, ModGraph, Node, evaluate
-from anyflex_cpu import structs
+from anyflex_cpu import library, structs
 from anyflex_cpu.index_ranges import LIMITS, Limits
-from anyflex_cpu.jit import Mods, NativeFunction, NativeMods, compile_mods
+from anyflex_cpu.jit import Mods, NativeFunction, compile_mods
 
 __all__ = ["NativeTile", "NoArtifacts", "Notes", "compiled", "expected", "expected_gradients"]
 
@@ -51,6 +51,15 @@ class Notes:
 NOTES = Notes()
 
 
+@dataclass(frozen=True)
+class NativeMods:
+    """A spec's mods, each None where the spec has none."""
+
+    mask: NativeFunction | None = None
+    score: NativeFunction | None = None
+    score_backward: NativeFunction | None = None
+
+
 def compiled(
     *,
     mask: ModGraph | None = None,
@@ -61,13 +70,16 @@ def compiled(
     limits: Limits = LIMITS,
 ) -> NativeMods:
     """The graphs' native functions; reads outside are noted in `NOTES`."""
-    return compile_mods(
+    functions = compile_mods(
         Mods(mask, score, derivative),
         captured=[CapturedFacts(t.dtype, t.dim(), False) for t in captured],
         artifacts=artifacts or NoArtifacts(),
-        note_read_outside=NOTES.address,
+        address=lambda name: (
+            NOTES.address if name == "af_note_read_outside" else library.load().address(name)
+        ),
         limits=limits,
     )
+    return NativeMods(**functions)
 
 
 class _Guarded:

@@ -207,6 +207,14 @@ AF_API const char* af_operations(void);
 // For compiled mods: a live lane has index `index` outside of dimension `dim`.
 AF_API void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, int32_t dim,
                                  int64_t index);
+// For compiled mods: adds values[i] to sums[places[i]] for the bits i of `live`, in order.
+AF_API void af_add_lanes(double* sums, const int64_t* places, const double* values, uint32_t live);
+// For compiled mods: adds strip[c * step], and clears it, for c from 0 to count - 1 in order, to
+// the element of `sums` with index first + c * step, which wraps once and is clamped to 0..last.
+AF_API void af_add_strip(double* sums, double* strip, int64_t first, int64_t step, int64_t size,
+                         int64_t last, int64_t stride, int64_t count);
+// For compiled mods: x to a power without sign, which wraps.
+AF_API int64_t af_power(int64_t x, int64_t power);
 
 #ifdef __cplusplus
 }

@@ -301,4 +301,29 @@ void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, in
     error->index = index;
 }
 
+void af_add_lanes(double* sums, const int64_t* places, const double* values, uint32_t live) {
+    for (; live != 0; live &= live - 1) {
+        const int i = __builtin_ctz(live);
+        sums[places[i]] += values[i];
+    }
+}
+
+void af_add_strip(double* sums, double* strip, int64_t first, int64_t step, int64_t size,
+                  int64_t last, int64_t stride, int64_t count) {
+    for (int64_t c = 0; c < count; ++c) {
+        int64_t index = first + c * step;
+        index = index < 0 ? index + size : index;
+        index = index < 0 ? 0 : index > last ? last : index;
+        sums[index * stride] += strip[c * step];
+        strip[c * step] = 0;
+    }
+}
+
+int64_t af_power(int64_t x, int64_t power) {
+    uint64_t result = 1, square = uint64_t(x);
+    for (uint64_t left = uint64_t(power); left != 0; left >>= 1, square *= square)
+        if (left & 1) result *= square;
+    return int64_t(result);
+}
+
 }  // extern "C"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from anyflex.plugin import Node
-from anyflex_cpu.llvm_text import FLOATS, LANES, WIDTHS, Emitter, Function, Value
+from anyflex_cpu.libm_ir import library_function
+from anyflex_cpu.llvm_text import FLOATS, WIDTHS, Emitter, Value
 
 if TYPE_CHECKING:
     from anyflex_cpu.llvm_lowering import Scope
@@ -186,44 +187,9 @@ def _power(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
 
 
 def _called_power(e: Emitter, x: Value, y: Value) -> Value:
-    """x to a power by a loop over the bits of the exponent, taken without sign."""
-    lanes = LANES if e.vector else 1
-    name = f"af.power.{x.type}.{lanes}"
-    if name not in e.module.functions:
-        function = Function(e.module, name, "")
-        header = f"define internal {x.full_type} @{name}({x.full_type} %x, {x.full_type} %y)"
-        function.header = header + " noinline"
-        entry, loop, done = (function.block(label) for label in ("entry", "bit", "done"))
-        entry.lines.append(f"br label %{loop.label}")
-        inside = Emitter(function, loop, e.vector)
-        state = {}
-        one = inside.constant(x.type, 1)
-        for key, start in (("result", one.text), ("square", "%x"), ("rest", "%y")):
-            state[key] = Value(f"%{key}", x.type, e.vector)
-            inside.line(
-                f"%{key} = phi {x.full_type} [{start}, %{entry.label}], "
-                f"[%{key}.next, %{loop.label}]"
-            )
-        zero = inside.constant(x.type, 0)
-        odd = inside.compare("ne", inside.op("and", state["rest"], one), zero)
-        product = inside.mul(state["result"], state["square"])
-        following = {
-            "result": inside.select(odd, product, state["result"]),
-            "square": inside.mul(state["square"], state["square"]),
-            "rest": inside.op("lshr", state["rest"], one),
-        }
-        for key, value in following.items():
-            inside.line(f"%{key}.next = freeze {value}")
-        more = inside.compare("ne", Value("%rest.next", x.type, e.vector), zero)
-        if e.vector:
-            inside.line(f"%bits = bitcast {more} to i{LANES}")
-            inside.line(f"%more = icmp ne i{LANES} %bits, 0")
-        else:
-            inside.line(f"%more = freeze {more}")
-        inside.line(f"br i1 %more, label %{loop.label}, label %{done.label}")
-        done.lines.append(f"ret {x.full_type} %result.next")
-        function.finish()
-    return e.call(name, x.type, x, y)
+    """x to a power by the native library's function, which takes the exponent without sign."""
+    x64, y64 = (e.resize(value, "i64", signed=False) for value in (x, y))
+    return e.resize(library_function(e, "af_power", x64, y64), x.type)
 
 
 INTEGERS: dict[str, _Rule] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +18,12 @@ from anyflex_cpu.index_ranges import Limits
 if TYPE_CHECKING:
     from anyflex_cpu.jit_engine import LoadedCode, Target
 
-__all__ = ["Mods", "NativeFunction", "NativeMods", "TooLong", "compile_mods"]
+__all__ = ["Mods", "NativeFunction", "TooLong", "compile_mods"]
 
-_FORMAT = 3
+_CALLED = ("af_note_read_outside", "af_add_lanes", "af_add_strip", "af_power")
+"""Functions of the native library that the code may call."""
+
+_FORMAT = 4
 """Format of the generated code: bumped when the same graph and llvmlite give other code."""
 
 
@@ -52,30 +55,22 @@ class NativeFunction:
     code: LoadedCode
 
 
-@dataclass(frozen=True, slots=True)
-class NativeMods:
-    """A spec's mods, each None where the spec has none."""
-
-    mask: NativeFunction | None = None
-    score: NativeFunction | None = None
-    score_backward: NativeFunction | None = None
-
-
 def compile_mods(
     mods: Mods,
     *,
     captured: Sequence[CapturedFacts],
     artifacts: Artifacts,
-    note_read_outside: int,
+    address: Callable[[str], int],
     limits: Limits,
     longest: int | None = None,
-) -> NativeMods:
-    """Return a spec's mods as native functions, from the artifacts if they are there.
+) -> dict[str, NativeFunction]:
+    """Return a spec's mods as native functions, from the artifacts if they are there: those of
+    "mask", "score" and "score_backward" that the spec has.
 
     Args:
         mods: the spec's graphs.
         captured: facts of all captured tensors.
-        note_read_outside: address of the native library's function of that name.
+        address: returns that of a function of the native library.
         limits: what calls keep to.
         longest: characters of IR that are compiled at most, or None for any number.
 
@@ -84,7 +79,6 @@ def compile_mods(
         TooLong: the mods' IR is longer than `longest`.
     """
     from anyflex_cpu.jit_engine import LoadedCode, host_target
-    from anyflex_cpu.out_of_bounds_ir import NOTE
 
     target = host_target()
     name = _artifact_name(target, limits)
@@ -93,14 +87,11 @@ def compile_mods(
         kept = _compiled(mods, captured, target, limits, longest)
         artifacts.put(name, kept)
     header, _, code = kept.partition(b"\n")
-    loaded = LoadedCode(code, {NOTE: note_read_outside})
+    loaded = LoadedCode(code, {name: address(name) for name in _CALLED})
     scratch: dict[str, int] = json.loads(header)
-    return NativeMods(
-        **{
-            kind: NativeFunction(loaded.address(kind), size, loaded)
-            for kind, size in scratch.items()
-        }
-    )
+    return {
+        kind: NativeFunction(loaded.address(kind), size, loaded) for kind, size in scratch.items()
+    }
 
 
 def _artifact_name(target: Target, limits: Limits) -> str:

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from anyflex_cpu.elementary_ir import LARGEST_ANGLE, cosine, sine
-from anyflex_cpu.llvm_text import LANES, Block, Emitter, Function, Module, Value
+from anyflex_cpu.llvm_text import LANES, WIDTHS, Block, Emitter, Function, Module, Value
 
 __all__ = ["angle_function", "float_remainder", "library_function"]
 
-_BYTES = {"float": 4, "double": 8}
 _FAST_NAMES = {"sin": sine, "cos": cosine}
 
 
 def library_function(e: Emitter, name: str, *operands: Value) -> Value:
-    """Call libm's function of that name (the name of the double version) on floats or doubles."""
+    """Call libm's function of that name (the name of the double version) on floats or doubles, or
+    the native library's on other types."""
     type_ = operands[0].type
     full = name + ("f" if type_ == "float" else "")
     e.module.declare(full, type_, [type_] * len(operands))
@@ -108,7 +108,7 @@ def _looped(
     function: Function, block: Block, name: str, type_: str, arguments: Sequence[Value]
 ) -> Value:
     """Append to `block` a loop that calls `name` for each lane; the result is in a new block."""
-    size = _BYTES[type_]
+    size = WIDTHS[type_] // 8
     array = f"[{LANES} x {type_}]"
     lines = block.lines
     places = []

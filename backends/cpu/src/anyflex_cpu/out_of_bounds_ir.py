@@ -13,9 +13,9 @@ from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import Block, Emitter, Function, Module, Value
 from anyflex_cpu.node_ir import Fact, NodeLowering
 
-__all__ = ["NOTE", "add_search"]
+__all__ = ["add_search"]
 
-NOTE = "af_note_read_outside"
+_NOTE = "af_note_read_outside"
 """Name of the native library's function that keeps the first read outside."""
 
 
@@ -35,7 +35,7 @@ def add_search(
         mod: 0 for a score mod, 1 for a mask. If an index of a score mod depends on scores, the
             tile must still hold the unmodified ones.
     """
-    module.declare(NOTE, "void", ["ptr", "i32", "i32", "i32", "i64"])
+    module.declare(_NOTE, "void", ["ptr", "i32", "i32", "i32", "i64"])
     header = f"define internal void @{name}(ptr %program, ptr %tile)"
     # Not optimised: it hardly ever runs, and every first call would wait for the passes.
     function = Function(module, name, f"{header} noinline optnone cold")
@@ -126,6 +126,6 @@ def _report(
     wide = e.resize(index, "i64", signed=signed)
     e.block.end = f"br {outside}, label %{report.label}, label %{following.label}"
     numbers = ", ".join(f"i32 {number}" for number in where)
-    report.lines.append(f"call void @{NOTE}(ptr %tile, {numbers}, {wide})")
+    report.lines.append(f"call void @{_NOTE}(ptr %tile, {numbers}, {wide})")
     report.end = f"br label %{leave.label}"
     e.block = following

@@ -166,14 +166,16 @@ class Programs:
             self._mods,
             captured=self._spec.captured,
             artifacts=self._artifacts,
-            note_read_outside=self._library.address("af_note_read_outside"),
+            address=self._library.address,
             limits=limits,
             longest=LONGEST if self._option == "auto" else None,
         )
         self._held.append(code)
         return [
-            None if each is None else structs.Program(each.address, None, 0, each.scratch_bytes)
-            for each in (code.mask, code.score, code.score_backward)
+            structs.Program(code[kind].address, None, 0, code[kind].scratch_bytes)
+            if kind in code
+            else None
+            for kind in ("mask", "score", "score_backward")
         ]
 
     def _interpreted(self, limits: Limits) -> list[structs.Program | None]:

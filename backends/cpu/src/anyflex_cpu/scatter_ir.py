@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anyflex.plugin import Scatter
-from anyflex_cpu.captured_ir import Index, bounded, field
+from anyflex_cpu.captured_ir import bounded, field
 from anyflex_cpu.graph_stages import ROW, TILE
-from anyflex_cpu.llvm_text import LANES, Emitter, Function, Value
+from anyflex_cpu.llvm_text import LANES, Value
 from anyflex_cpu.tile_program import CHUNK, TileLoops
 
 __all__ = ["Scatters"]
 
-_ADD_LANES = "af.add_lanes"
-_ADD_STRIP = "af.add_strip"
+# Functions of the native library.
+_ADD_LANES = "af_add_lanes"
+_ADD_STRIP = "af_add_strip"
 
 
 class Scatters:
@@ -136,7 +137,7 @@ class Scatters:
         place = lane.address(base, "double", moved)
         added = value if step > 0 else pair.reversed(value)
         pair.store(pair.add(pair.load(place, "double", 8), added), place, 8)
-        _define_add_strip(loops)
+        tile.module.declare(_ADD_STRIP, "void", ["ptr", "ptr", *["i64"] * 6])
         count = row.select(inside, row.constant("i64", 0), loops.vectors)
         numbers = (first, row.constant("i64", step), size, table.lasts[which], strides[which])
         loops.row_end.line(
@@ -156,67 +157,9 @@ class Scatters:
         places, values = loops.strip("i64", LANES), loops.strip("double", LANES)
         pair.store(offset, places.address, 64)
         pair.store(value, values.address, 64)
-        _define_add_lanes(loops)
-        word = pair.word(self.live)
+        lane.module.declare(_ADD_LANES, "void", ["ptr", "ptr", "ptr", "i32"])
+        live = lane.convert("zext", pair.word(self.live), "i32")
         lane.line(
             f"call void @{_ADD_LANES}(ptr {address}, ptr {places.address}, "
-            f"ptr {values.address}, {word})"
+            f"ptr {values.address}, {live})"
         )
-
-
-def _define_add_lanes(loops: TileLoops) -> None:
-    module = loops.pair.module
-    if _ADD_LANES in module.functions:
-        return
-    arguments = "ptr %sums, ptr %places, ptr %values, i16 %live"
-    header = f"define internal void @{_ADD_LANES}({arguments}) noinline"
-    function = Function(module, _ADD_LANES, header)
-    entry, loop, leave = (function.block(name) for name in ("entry", "lane", "leave"))
-    start = Emitter(function, entry, vector=False)
-    bits = start.convert("zext", Value("%live", "i16", False), "i32")
-    none = start.compare("eq", bits, start.constant("i32", 0))
-    entry.end = f"br {none}, label %{leave.label}, label %{loop.label}"
-    e = Emitter(function, loop, vector=False)
-    loop.phis.append(f"%left = phi i32 [{bits.text}, %{entry.label}], [%rest, %{loop.label}]")
-    left = Value("%left", "i32", False)
-    at = e.resize(e.intrinsic("cttz", left, extra="i1 true"), "i64", signed=False)
-    place = e.load(e.address("%places", "i64", at), "i64", 8)
-    value = e.load(e.address("%values", "double", at), "double", 8)
-    target = e.address("%sums", "double", place)
-    e.store(e.add(e.load(target, "double", 8), value), target, 8)
-    lower = e.sub(left, e.constant("i32", 1))
-    e.line(f"%rest = and i32 %left, {lower.text}")
-    more = e.compare("ne", Value("%rest", "i32", False), e.constant("i32", 0))
-    loop.end = f"br {more}, label %{loop.label}, label %{leave.label}"
-    leave.end = "ret void"
-    function.finish()
-
-
-def _define_add_strip(loops: TileLoops) -> None:
-    """Define the function that adds columns 0 to count - 1 of a strip, one by one, and clears
-    each."""
-    module = loops.pair.module
-    if _ADD_STRIP in module.functions:
-        return
-    names = ("first", "step", "size", "last", "stride", "count")
-    arguments = ", ".join(["ptr %sums", "ptr %strip", *(f"i64 %{name}" for name in names)])
-    header = f"define internal void @{_ADD_STRIP}({arguments}) noinline"
-    function = Function(module, _ADD_STRIP, header)
-    first, step, size, last, stride, count = (Value(f"%{n}", "i64", False) for n in names)
-    entry, loop, leave = (function.block(name) for name in ("entry", "column", "leave"))
-    start = Emitter(function, entry, vector=False)
-    none = start.compare("eq", count, start.constant("i64", 0))
-    entry.end = f"br {none}, label %{leave.label}, label %{loop.label}"
-    e = Emitter(function, loop, vector=False)
-    loop.phis.append(f"%column = phi i64 [0, %{entry.label}], [%next, %{loop.label}]")
-    moved = e.mul(Value("%column", "i64", False), step)
-    index, _ = bounded(e, Index(e.add(first, moved), True, True), size, last)
-    kept = e.address("%strip", "double", moved)
-    target = e.address("%sums", "double", e.mul(index, stride))
-    e.store(e.add(e.load(target, "double", 8), e.load(kept, "double", 8)), target, 8)
-    e.store(e.constant("double", 0.0), kept, 8)
-    e.line("%next = add i64 %column, 1")
-    more = e.compare("ult", Value("%next", "i64", False), count)
-    loop.end = f"br {more}, label %{loop.label}, label %{leave.label}"
-    leave.end = "ret void"
-    function.finish()
