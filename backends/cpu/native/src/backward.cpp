@@ -261,7 +261,7 @@ int64_t backward_workspace(const af_problem& problem, int64_t captured_elements)
 int32_t backward(const af_backward_args& args, af_error* error) {
     const af_problem& p = args.problem;
     arena memory = {static_cast<char*>(args.workspace), 0};
-    pass run = lay_out(p, captured_elements(args), memory);
+    pass run = lay_out(p, af_captured_elements(args), memory);
     const backward_plan& plan = run.plan;
     run.args = &args;
     const bool learns = run.captured.elements > 0 && p.score_backward;

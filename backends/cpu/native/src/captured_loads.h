@@ -147,19 +147,15 @@ static places find_places(const step& s, const lane_block& t, int rank, const in
         if (found.narrow && !index.wide) {
             beyond = add_index(narrow, lanes_of<int32_t>(index.lanes), t.lanes, int32_t(size),
                                int32_t(stride));
-        } else if (found.narrow) {
-            const int64_t* lanes = lanes_of<int64_t>(index.lanes);
-            beyond = false;
-            for (int i = 0; i < t.lanes; ++i) {
-                beyond |= lanes[i] < -size || lanes[i] >= size;
-                narrow[i] += int32_t(bounded(lanes[i], size) * stride);
-            }
         } else {
             beyond = false;
             for (int i = 0; i < t.lanes; ++i) {
-                const int64_t x = index.at(i);
+                const int64_t x = index.at(i), share = bounded(x, size) * stride;
                 beyond |= x < -size || x >= size;
-                wide[i] += bounded(x, size) * stride;
+                if (found.narrow)
+                    narrow[i] += int32_t(share);
+                else
+                    wide[i] += share;
             }
         }
         if (beyond && note) note_outside(s, t, dim, index, size);

@@ -61,11 +61,4 @@ struct captured_sums {
     }
 };
 
-inline int64_t captured_elements(const af_backward_args& args) {
-    int64_t elements = 0;
-    for (int64_t i = 0; args.captured_grad && i < args.captured_count; ++i)
-        if (args.captured_grad[i]) elements += args.captured_grad_elements[i];
-    return elements;
-}
-
 }  // namespace AF_LEVEL

@@ -261,11 +261,7 @@ int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elemen
 int32_t af_backward(const af_backward_args* args, af_error* error) {
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
-    int64_t captured = 0;
-    for (int64_t i = 0; i < args->captured_count; ++i)
-        if (args->captured_grad && args->captured_grad[i])
-            captured += args->captured_grad_elements[i];
-    const int64_t needed = level().backward_workspace(p, captured);
+    const int64_t needed = level().backward_workspace(p, af_captured_elements(*args));
     if (!fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
     return level().backward(*args, error);
 }

@@ -16,6 +16,14 @@ struct af_level {
     void (*interpret)(const af_program*, const af_tile*);
 };
 
+// Elements of the captured tensors that get gradients.
+static inline int64_t af_captured_elements(const af_backward_args& args) {
+    int64_t elements = 0;
+    for (int64_t i = 0; args.captured_grad && i < args.captured_count; ++i)
+        if (args.captured_grad[i]) elements += args.captured_grad_elements[i];
+    return elements;
+}
+
 // True if decode, not forward, takes this problem. The same for every level.
 bool af_is_decode(const af_problem& problem);
 

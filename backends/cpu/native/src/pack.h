@@ -162,40 +162,15 @@ AF_INLINE void transpose(vu (&r)[VL]) {
 #endif
 }
 
-AF_INLINE void pack_transposed_of(matrix m, int64_t n, int64_t k, int64_t columns, float* out) {
-    for (int64_t j = 0; j < columns; j += VL)
-        for (int64_t p = 0; p < k; p += VL) {
-            vu r[VL];
-            AF_UNROLL
-            for (int i = 0; i < VL; ++i)
-                r[i] = j + i < n ? as_uint(fetch(m, j + i, p, k - p)) : vu{};
-            transpose(r);
-            float* to = out + (j / NR) * k * NR + p * NR + j % NR;
-            const int64_t rows = k - p < VL ? k - p : VL;
-            if (rows == VL) {
-                AF_UNROLL
-                for (int i = 0; i < VL; ++i) store(to + i * NR, as_float(r[i]));
-            } else {
-                for (int64_t i = 0; i < rows; ++i) store(to + i * NR, as_float(r[i]));
-            }
-        }
-}
-
-// n source rows of k elements -> out [panels of n, rounded up to `columns`][k][NR].
-static void pack_transposed(const matrix& m, int64_t n, int64_t k, int64_t columns, float* out) {
-    specialised(m, [&](const matrix& x) AF_FLAT { pack_transposed_of(x, n, k, columns, out); });
-}
-
-// bf16 only. out [panels][k_padded / 2][NR]; k_padded is a multiple of pair_k_step.
-static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t k_padded,
-                                  int64_t columns, uint32_t* out) {
-    const int64_t words = k_padded / 2;
+// n rows of words, of which fetched(row, word) reads VL, to the columns of panels.
+template <class F>
+AF_INLINE void transpose_rows(int64_t n, int64_t words, int64_t columns, uint32_t* out,
+                              const F& fetched) {
     for (int64_t j = 0; j < columns; j += VL)
         for (int64_t p = 0; p < words; p += VL) {
             vu r[VL];
             AF_UNROLL
-            for (int i = 0; i < VL; ++i)
-                r[i] = j + i < n ? fetch_pairs(m, j + i, 2 * p, k - 2 * p) : vu{};
+            for (int i = 0; i < VL; ++i) r[i] = j + i < n ? fetched(j + i, p) : vu{};
             transpose(r);
             uint32_t* to = out + (j / NR) * words * NR + p * NR + j % NR;
             const int64_t rows = words - p < VL ? words - p : VL;
@@ -206,6 +181,22 @@ static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t
                 for (int64_t i = 0; i < rows; ++i) store(to + i * NR, r[i]);
             }
         }
+}
+
+// n source rows of k elements -> out [panels of n, rounded up to `columns`][k][NR].
+static void pack_transposed(const matrix& m, int64_t n, int64_t k, int64_t columns, float* out) {
+    specialised(m, [&](const matrix& x) AF_FLAT {
+        transpose_rows(n, k, columns, reinterpret_cast<uint32_t*>(out),
+                       [&](int64_t r, int64_t p) AF_FLAT { return as_uint(fetch(x, r, p, k - p)); });
+    });
+}
+
+// bf16 only. out [panels][k_padded / 2][NR]; k_padded is a multiple of pair_k_step.
+static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t k_padded,
+                                  int64_t columns, uint32_t* out) {
+    transpose_rows(n, k_padded / 2, columns, out, [&](int64_t r, int64_t p) AF_FLAT {
+        return fetch_pairs(m, r, 2 * p, k - 2 * p);
+    });
 }
 
 AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_t d, float* out,
