@@ -22,10 +22,12 @@ __all__ = [
     "bounded",
     "decode",
     "field",
+    "first_indices",
     "gather",
     "memory_type",
     "open_table",
     "read",
+    "tile_field",
 ]
 
 _MEMORY = {
@@ -99,6 +101,20 @@ def field(e: Emitter, base: str, offset: int, type_: str) -> Value:
     if offset:
         base = e.address(base, "i8", e.constant("i64", offset))
     return e.load(base, type_, 4 if type_ == "i32" else 8)
+
+
+def tile_field(e: Emitter, member: str, type_: str) -> Value:
+    """Load a field of the function's tile."""
+    return field(e, "%tile", getattr(structs.Tile, member).offset, type_)
+
+
+def first_indices(e: Emitter, inputs: str) -> list[Value]:
+    """The tile's first b, h, q_idx and kv_idx with the offsets of `inputs`, i64."""
+    offset = structs.ModInputs.offset.offset
+    return [
+        e.add(tile_field(e, name, "i64"), field(e, inputs, offset + 8 * i, "i64"))
+        for i, name in enumerate(("b", "h", "q", "kv"))
+    ]
 
 
 def bounded(e: Emitter, index: Index, size: Value, last: Value) -> tuple[Value, Value]:

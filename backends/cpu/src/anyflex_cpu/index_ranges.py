@@ -55,12 +55,8 @@ def ranges(nodes: Sequence[Node], limits: Limits) -> list[Range | None]:
         operands = [found[argument] for argument in node.arguments]
         guess = _range(nodes, node, operands, limits)
         whole = _whole(node.dtype)
-        if whole is None or guess is None:
-            found.append(whole if node.dtype is not torch.int64 else None)
-        elif whole.low <= guess.low and guess.high <= whole.high:
-            found.append(guess)
-        else:
-            found.append(whole if node.dtype is not torch.int64 else None)
+        known = whole and guess and whole.low <= guess.low and guess.high <= whole.high
+        found.append(guess if known else whole if node.dtype is not torch.int64 else None)
     return found
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anyflex.plugin import Node
-from anyflex_cpu import structs
-from anyflex_cpu.captured_ir import field
+from anyflex_cpu.captured_ir import first_indices, tile_field
 from anyflex_cpu.graph_stages import PAIR, Stages
 from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import Block, Emitter, Function, Module, Value
@@ -42,17 +41,10 @@ def add_search(
     entry, row, pair, leave = (function.block(x) for x in ("entry", "row", "pair", "leave"))
     tile = Emitter(function, entry, vector=False)
     rows, columns = (
-        tile.resize(field(tile, "%tile", offset, "i32"), "i64")
-        for offset in (structs.Tile.rows.offset, structs.Tile.cols.offset)
+        tile.resize(tile_field(tile, name, "i32"), "i64") for name in ("rows", "cols")
     )
-    inputs = field(tile, "%tile", structs.Tile.inputs.offset, "ptr").text
-    first = [
-        tile.add(
-            field(tile, "%tile", getattr(structs.Tile, index).offset, "i64"),
-            field(tile, inputs, structs.ModInputs.offset.offset + 8 * i, "i64"),
-        )
-        for i, index in enumerate(("b", "h", "q", "kv"))
-    ]
+    inputs = tile_field(tile, "inputs", "ptr").text
+    first = first_indices(tile, inputs)
     r, c = Value("%r", "i64", False), Value("%c", "i64", False)
     row_e, e = Emitter(function, row, vector=False), Emitter(function, pair, vector=False)
     next_pair, next_row = function.block("next_pair"), function.block("next_row")
@@ -78,8 +70,8 @@ def add_search(
     lowering.columns = e.add(first[3], c)
     lowering.row_index = e.add(first[2], r)
     if stages.reads_score & set(stages.needed):
-        score = field(tile, "%tile", structs.Tile.score.offset, "ptr").text
-        stride = field(tile, "%tile", structs.Tile.ld.offset, "i64")
+        score = tile_field(tile, "score", "ptr").text
+        stride = tile_field(tile, "ld", "i64")
         place = e.address(score, "float", e.add(e.mul(r, stride), c))
         lowering.score = e.load(place, "float", 4)
     wanted = set(loads)
@@ -99,8 +91,8 @@ def add_search(
 def _if_live(e: Emitter, tile: Emitter, row: Emitter, r: Value, c: Value, dead: Block) -> Block:
     """Append the test of a pair's bit; return the block where it is set."""
     function = e.function
-    bits = field(tile, "%tile", structs.Tile.live.offset, "ptr")
-    stride = field(tile, "%tile", structs.Tile.live_ld.offset, "i64")
+    bits = tile_field(tile, "live", "ptr")
+    stride = tile_field(tile, "live_ld", "i64")
     none = tile.put(f"icmp eq {bits}, null", "i1")
     look, live = function.block("look"), function.block("live")
     e.block.end = f"br {none}, label %{live.label}, label %{look.label}"

@@ -8,12 +8,21 @@ tensor, or its elements aren't neighbours, they are first gathered into a strip.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from anyflex.plugin import Node
-from anyflex_cpu import structs
-from anyflex_cpu.captured_ir import Index, Table, bounded, decode, field, gather, memory_type
+from anyflex_cpu.captured_ir import (
+    Index,
+    Table,
+    bounded,
+    decode,
+    first_indices,
+    gather,
+    memory_type,
+    tile_field,
+)
 from anyflex_cpu.graph_stages import ROW, TILE, Stages
 from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import LANES, WIDTHS, Block, Emitter, Function, Module, Value
@@ -26,7 +35,6 @@ CHUNK = 512
 L1."""
 
 _ONES = "@af.ones"
-_T = structs.Tile
 
 
 class Strip(NamedTuple):
@@ -98,28 +106,21 @@ class TileLoops:
 
     # Values of the tile.
 
-    def _field(self, member: str, type_: str) -> Value:
-        return field(self.tile, "%tile", getattr(_T, member).offset, type_)
+    def field(self, member: str, type_: str) -> Value:
+        """A field of the tile, loaded in the first block."""
+        return tile_field(self.tile, member, type_)
 
     def _open_tile(self) -> None:
         e = self.tile
-        self.rows = e.resize(self._field("rows", "i32"), "i64")
-        self.columns = e.resize(self._field("cols", "i32"), "i64")
-        self.inputs = self._field("inputs", "ptr").text
-        offset = structs.ModInputs.offset.offset
-        self.first = [
-            e.add(self._field(name, "i64"), field(e, self.inputs, offset + 8 * i, "i64"))
-            for i, name in enumerate(("b", "h", "q", "kv"))
-        ]
-        self.scratch = self._field("scratch", "ptr").text
+        self.rows = e.resize(self.field("rows", "i32"), "i64")
+        self.columns = e.resize(self.field("cols", "i32"), "i64")
+        self.inputs = self.field("inputs", "ptr").text
+        self.first = first_indices(e, self.inputs)
+        self.scratch = self.field("scratch", "ptr").text
         self.flag = e.function.fresh()
         if self.checks:
             e.line(f"{self.flag} = alloca i32, align 4")
             e.line(f"store i32 0, ptr {self.flag}, align 4")
-
-    def field(self, member: str, type_: str) -> Value:
-        """A field of the tile, loaded in the first block."""
-        return self._field(member, type_)
 
     def strip(self, type_: str, elements: int = CHUNK) -> Strip:
         """Allocate a strip in scratch memory for a chunk's columns."""
@@ -343,7 +344,6 @@ class TileLoops:
         self.pair = Emitter(self.function, head, vector=True)
         self.lane = Emitter(self.function, head, vector=False)
         self.row_end = Emitter(self.function, self.function.block("row_end"), vector=False)
-        self._any: Value | None = None
 
     @property
     def valid(self) -> Value:
@@ -398,43 +398,41 @@ class TileLoops:
 
     # Indices outside.
 
-    def _note_scalars(self, e: Emitter) -> None:
-        found, self.lowering.outside = self.lowering.outside, []
-        if self.checks and found:
-            any_ = found[0][2]
-            for _, _, outside in found[1:]:
-                any_ = e.op("or", any_, outside)
-            self._raise_flag(e, e.convert("zext", any_, "i32"))
-
-    def _raise_flag(self, e: Emitter, bits: Value) -> None:
-        flag = e.load(self.flag, "i32", 4)
-        e.store(e.op("or", flag, bits), self.flag, 4)
-
-    def _union(self, e: Emitter, kv: Value) -> Value | None:
-        """The bits of the lanes with an index outside."""
+    def _any_outside(self, e: Emitter) -> Value | None:
+        """Whether an index is outside that was lowered since the last call; by lanes, if `e` has
+        several. None: none can be, or nobody asks."""
         found, self.lowering.outside = self.lowering.outside, []
         if not self.checks or not found:
             return None
-        lanes = e.compare("slt", kv, self._kv_end)
-        any_ = found[0][2]
-        for _, _, outside in found[1:]:
-            any_ = e.op("or", any_, outside)
-        return e.word(e.op("and", any_, lanes))
+        return functools.reduce(functools.partial(e.op, "or"), [each[2] for each in found])
+
+    def _raise_flag(self, e: Emitter, bits: Value) -> None:
+        flag = e.load(self.flag, "i32", 4)
+        e.store(e.op("or", flag, e.convert("zext", bits, "i32")), self.flag, 4)
+
+    def _note_scalars(self, e: Emitter) -> None:
+        outside = self._any_outside(e)
+        if outside is not None:
+            self._raise_flag(e, outside)
+
+    def _bits_outside(self, e: Emitter, kv: Value) -> Value | None:
+        """The bits of the lanes with an index outside."""
+        outside = self._any_outside(e)
+        if outside is None:
+            return None
+        return e.word(e.op("and", outside, e.compare("slt", kv, self._kv_end)))
 
     def _note_lanes(self, e: Emitter, kv: Value) -> None:
-        bits = self._union(e, kv)
+        bits = self._bits_outside(e, kv)
         if bits is not None:
-            one = Emitter(self.function, e.block, vector=False)
-            self._raise_flag(one, one.convert("zext", bits, "i32"))
+            self._raise_flag(Emitter(self.function, e.block, vector=False), bits)
 
     def _note_pairs(self) -> None:
-        bits = self._union(self.pair, self._pair_kv)
+        bits = self._bits_outside(self.pair, self._pair_kv)
         if bits is not None:
             carried = self.carried("i16", "0")
             self.lane.line(f"{carried.text}.next = or i16 {carried.text}, {bits.text}")
-            end = self.row_end
-            found = Value(f"{carried.text}.next", "i16", False)
-            self._raise_flag(end, end.convert("zext", found, "i32"))
+            self._raise_flag(self.row_end, Value(f"{carried.text}.next", "i16", False))
 
     def close(self, check: str | None = None) -> None:
         """Write the ends of all loops, and finish the function.
