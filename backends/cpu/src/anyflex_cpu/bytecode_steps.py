@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from anyflex_cpu.graph_stages import PAIR, ROW, TILE
@@ -38,6 +39,7 @@ def numbers(operations: str) -> dict[str, int]:
     return {line.split(" ")[0]: i for i, line in enumerate(operations.splitlines())}
 
 
+@dataclass(slots=True, eq=False)
 class Value:
     """Result of a step, in lanes or in the tile's memory. Compared by identity.
 
@@ -47,15 +49,12 @@ class Value:
         slot: its register, once it has one.
     """
 
-    __slots__ = ("born", "kind", "last_use", "lives_on", "slot", "stage")
-
-    def __init__(self, kind: str, stage: int, slot: int = -1) -> None:
-        self.kind = kind
-        self.stage = stage
-        self.slot = slot
-        self.born: _Step | None = None
-        self.last_use: _Step | None = None
-        self.lives_on = False
+    kind: str
+    stage: int
+    slot: int = -1
+    born: _Step | None = None
+    last_use: _Step | None = None
+    lives_on: bool = False
 
     def used(self, step: _Step) -> None:
         """Note that a step reads this."""
@@ -84,24 +83,14 @@ class Index(NamedTuple):
     step: int | None
 
 
+@dataclass(slots=True, eq=False)
 class _Step:
-    __slots__ = ("immediate", "indices", "name", "reads", "result", "stage")
-
-    def __init__(
-        self,
-        name: str,
-        result: Value | None,
-        reads: tuple[Value, ...],
-        stage: int,
-        immediate: int,
-        indices: tuple[Index, ...],
-    ) -> None:
-        self.name = name
-        self.result = result
-        self.reads = reads
-        self.stage = stage
-        self.immediate = immediate
-        self.indices = indices
+    name: str
+    result: Value | None
+    reads: tuple[Value, ...]
+    stage: int
+    immediate: int
+    indices: tuple[Index, ...]
 
 
 class Steps:
@@ -126,7 +115,7 @@ class Steps:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = Value(kind, stage)
-            known.born = self._append(name, known, reads, stage, immediate, indices)
+            known.born = self._append(_Step(name, known, reads, stage, immediate, indices))
         return known
 
     def constant(self, kind: str, value: float) -> Value:
@@ -138,7 +127,7 @@ class Steps:
     def scatter(self, value: Value, captured: int, indices: tuple[Index, ...]) -> None:
         """Add a value per pair to the gradient of a captured tensor."""
         name = f"scatter_{value.kind}" + ("S" if value.is_one else "")
-        self._append(name, None, (value,), PAIR, captured, indices)
+        self._append(_Step(name, None, (value,), PAIR, captured, indices))
 
     def write(self, value: Value, slot: int) -> None:
         """Store a value in the tile's memory."""
@@ -155,23 +144,12 @@ class Steps:
                 return
         name = "spread_" if value.is_one else "copy_"
         target = Value(value.kind, PAIR, slot)
-        target.born = self._append(name + value.kind, target, (value,), PAIR, 0, ())
+        target.born = self._append(_Step(name + value.kind, target, (value,), PAIR, 0, ()))
 
-    def _append(
-        self,
-        name: str,
-        result: Value | None,
-        reads: tuple[Value, ...],
-        stage: int,
-        immediate: int,
-        indices: tuple[Index, ...],
-    ) -> _Step:
-        step = _Step(name, result, reads, stage, immediate, indices)
-        self._stages[stage].append(step)
-        for value in reads:
+    def _append(self, step: _Step) -> _Step:
+        self._stages[step.stage].append(step)
+        for value in (*step.reads, *(index.value for index in step.indices)):
             value.used(step)
-        for index in indices:
-            index.value.used(step)
         return step
 
     def encoded(self, kind: int, operations: dict[str, int]) -> bytes:
@@ -194,17 +172,10 @@ class Steps:
                 for index in step.indices:
                     operands += _operand(index, step.stage)
             ends.append(len(steps))
-        if len(operands) % 2:
-            operands.append(bytes(4))
-            padding = 1
-        else:
-            padding = 0
-        header = struct.pack(
-            "=10I",
-            *(_MAGIC, kind, slots, len(steps), *ends, len(operands) - padding),
-            len(self._constants),
-        )
-        return b"".join((header, *steps, *operands, *self._constants))
+        counts = (slots, len(steps), *ends, len(operands), len(self._constants))
+        header = struct.pack("=10I", _MAGIC, kind, *counts)
+        padding = bytes(len(operands) % 2 * 4)
+        return b"".join((header, *steps, *operands, padding, *self._constants))
 
     def _give_registers(self) -> int:
         """Allocate registers: no two values that live at once share one. Return the number of

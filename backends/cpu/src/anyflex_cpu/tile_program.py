@@ -191,15 +191,12 @@ class TileLoops:
                 one.store(word, self._word_address(one, strip.address, column), 2)
             else:
                 strip = self.strip(value.type)
-                e.store(value, self._address(e, strip, column), 64)
+                e.store(value, e.address(strip.address, strip.type, column), 64)
             self.strips[position] = strip
         self._note_lanes(e, kv)
         done = self.function.block("rows")
         self._close_columns(head, e, column, kv, done)
         self.chunk.block = done
-
-    def _address(self, e: Emitter, strip: Strip, column: Value) -> str:
-        return e.address(strip.address, strip.type, column)
 
     def _word_address(self, e: Emitter, base: str, column: Value) -> str:
         word = e.op("lshr", column, e.constant("i64", 4))
@@ -363,7 +360,8 @@ class TileLoops:
         """Lower everything that the innermost block computes; read streams and strips."""
         self._at(self.pair, self._pair_kv)
         wanted = self.stages.pairs()
-        for position in sorted({*wanted, *self._strips_read()}):
+        strips = self.stages.column_roots() & set(self.strips)
+        for position in sorted({*wanted, *strips}):
             if position in self.strips:
                 self.lowering.values[position] = self._read_strip(position)
             elif position in self._streams:
@@ -372,9 +370,6 @@ class TileLoops:
                 self.lowering.lower(position)
         self._note_pairs()
 
-    def _strips_read(self) -> set[int]:
-        return self.stages.column_roots() & set(self.strips)
-
     def _read_strip(self, position: int) -> Value:
         strip = self.strips[position]
         if self.lowering.carrier(position) == "i1":
@@ -382,7 +377,8 @@ class TileLoops:
                 self._word_address(self.lane, strip.address, self.column), "i16", 2
             )
             return self.pair.from_word(word)
-        return self.pair.load(self._address(self.lane, strip, self.column), strip.type, 64)
+        place = self.lane.address(strip.address, strip.type, self.column)
+        return self.pair.load(place, strip.type, 64)
 
     def _read_stream(self, position: int) -> Value:
         table, base, step = self._streams[position]
