@@ -12,16 +12,15 @@ from torch import Tensor
 
 from anyflex.plugin import CapturedFacts, Derivative, ModGraph, Node, evaluate
 from anyflex_cpu import library, structs
+from anyflex_cpu.bytecode import mask_program, score_program
+from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, Limits
 from anyflex_cpu.jit import Mods, NativeFunction, compile_mods
 
-__all__ = ["NativeTile", "NoArtifacts", "Notes", "compiled", "expected", "expected_gradients"]
+__all__ = ["NativeTile", "NoArtifacts", "compiled", "expected", "expected_gradients"]
 
 GUARD = 256
 PATTERN = 0x5A
-_NOTE = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64
-)
 
 
 class NoArtifacts:
@@ -35,20 +34,6 @@ class NoArtifacts:
 
     def put(self, name: str, data: bytes) -> None:
         self.kept[name] = data
-
-
-class Notes:
-    """Stand-in for the library's af_note_read_outside."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, int, int, int]] = []
-        self.function = _NOTE(lambda tile, *where: self.found.append(where))
-        address = ctypes.cast(self.function, ctypes.c_void_p).value
-        assert address is not None
-        self.address = address
-
-
-NOTES = Notes()
 
 
 @dataclass(frozen=True)
@@ -69,17 +54,24 @@ def compiled(
     artifacts: NoArtifacts | None = None,
     limits: Limits = LIMITS,
 ) -> NativeMods:
-    """The graphs' native functions; reads outside are noted in `NOTES`."""
+    """The graphs' native functions, with bytecode to find reads outside in."""
     functions = compile_mods(
         Mods(mask, score, derivative),
         captured=[CapturedFacts(t.dtype, t.dim(), False) for t in captured],
         artifacts=artifacts or NoArtifacts(),
-        address=lambda name: (
-            NOTES.address if name == "af_note_read_outside" else library.load().address(name)
-        ),
+        address=library.load().address,
         limits=limits,
     )
+    for kind, graph, write in (("mask", mask, mask_program), ("score", score, score_program)):
+        if graph is not None:
+            code = write(graph, numbers(library.load().operations()), limits)
+            words = (ctypes.c_int64 * -(-len(code) // 8)).from_buffer_copy(code)
+            _bytecode[functions[kind].address] = words
     return NativeMods(**functions)
+
+
+_bytecode: dict[int, ctypes.Array[ctypes.c_int64]] = {}
+"""Address of a native function -> its mod's bytecode."""
 
 
 class _Guarded:
@@ -144,14 +136,8 @@ class NativeTile:
             shape = self.captured[position].shape
             self.sums[position] = torch.zeros(shape, dtype=torch.float64)
 
-    def run(
-        self, function: NativeFunction | None, *, mask: bool = False, program: int | None = None
-    ) -> None:
-        """Run a program; scores, gradients or words change in place.
-
-        Args:
-            program: address of the af_program, for what reads it.
-        """
+    def run(self, function: NativeFunction | None, *, mask: bool = False) -> None:
+        """Run a program; scores, gradients or words change in place."""
         assert function is not None
         captured = (structs.Captured * max(1, len(self.captured)))()
         held = []
@@ -178,6 +164,7 @@ class NativeTile:
             *(None if total is None else total.data_ptr() for total in self.sums)
         )
         scratch = _Guarded(function.scratch_bytes)
+        error = structs.Error()
         tile = structs.Tile(
             self.score.data_ptr(),
             self.grad.data_ptr(),
@@ -190,12 +177,15 @@ class NativeTile:
             ctypes.addressof(inputs),
             ctypes.addressof(sums),
             scratch.memory.data_ptr() + scratch.start,
-            None,
+            ctypes.addressof(error),
         )
-        NOTES.found.clear()
+        words = _bytecode.get(function.address)
+        code = None if words is None else ctypes.addressof(words)
+        program = structs.Program(function.address, code, 0, function.scratch_bytes)
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(function.address)
-        call(program, ctypes.addressof(tile))
-        self.notes = list(NOTES.found)
+        call(ctypes.addressof(program), ctypes.addressof(tile))
+        found = (error.mod, error.captured, error.dim, error.index)
+        self.notes = [found] if error.code else []
         for memory in (*self._memory, scratch):
             memory.check()
 

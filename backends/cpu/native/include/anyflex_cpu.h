@@ -91,7 +91,8 @@ typedef struct {
 struct af_program;
 typedef void (*af_tile_function)(const struct af_program* program, const af_tile* tile);
 
-// A mod on tiles. Bytecode has af_interpret as its function; compiled code ignores `code`.
+// A mod on tiles. Bytecode has af_interpret as its function. Compiled code that may read outside of
+// a captured tensor has its mod's bytecode in `code`, for af_find_read_outside.
 typedef struct af_program {
     af_tile_function function;
     const void* code;
@@ -204,9 +205,9 @@ AF_API int64_t af_program_scratch(const void* code);
 // A line for each operation of the bytecode, in the order of its numbers: "add_f f:ff".
 AF_API const char* af_operations(void);
 
-// For compiled mods: a live lane has index `index` outside of dimension `dim`.
-AF_API void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, int32_t dim,
-                                 int64_t index);
+// For compiled mods: notes the first read outside of a captured tensor at a live pair, which the
+// program's bytecode finds. A mask's live bits are written again.
+AF_API void af_find_read_outside(const af_program* program, const af_tile* tile);
 // For compiled mods: adds values[i] to sums[places[i]] for the bits i of `live`, in order.
 AF_API void af_add_lanes(double* sums, const int64_t* places, const double* values, uint32_t live);
 // For compiled mods: adds strip[c * step], and clears it, for c from 0 to count - 1 in order, to

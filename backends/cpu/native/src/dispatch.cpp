@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "bytecode.h"
 #include "level.h"
@@ -286,15 +287,18 @@ void af_interpret(const af_program* program, const af_tile* tile) {
     level().interpret(program, tile);
 }
 
-void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, int32_t dim,
-                          int64_t index) {
-    af_error* error = tile->error;
-    if (!error || error->code != AF_OK) return;
-    error->code = AF_READ_OUTSIDE;
-    error->mod = mod;
-    error->captured = captured;
-    error->dim = dim;
-    error->index = index;
+void af_find_read_outside(const af_program* program, const af_tile* tile) {
+    // The tile's scores are in use: the interpreter gets copies, at addresses that it can take.
+    const int64_t scores = tile->rows * tile->ld, scratch = af_program_scratch(program->code);
+    std::vector<float> memory((scratch + 63) / 64 * 16 + scores + 16);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+    af_tile copy = *tile;
+    copy.scratch = reinterpret_cast<void*>((address + 63) / 64 * 64);
+    if (tile->score) {
+        copy.score = static_cast<float*>(copy.scratch) + (scratch + 63) / 64 * 16;
+        std::memcpy(copy.score, tile->score, scores * sizeof(float));
+    }
+    af_interpret(program, &copy);
 }
 
 void af_add_lanes(double* sums, const int64_t* places, const double* values, uint32_t live) {

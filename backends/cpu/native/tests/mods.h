@@ -133,6 +133,11 @@ struct mods {
 };
 
 // The mods of a program: its code.
+// As compiled code and the interpreter do for a live pair.
+inline void note_outside(const af_tile* t, int64_t index) {
+    if (t->error->code == AF_OK) *t->error = {AF_READ_OUTSIDE, 0, TABLE, 1, index};
+}
+
 inline const mods& mods_of(const af_program* program) {
     const mods& m = *static_cast<const mods*>(program->code);
     m.note_thread();
@@ -164,7 +169,7 @@ inline void native_score(const af_program* program, const af_tile* t) {
             const int64_t q = t->q + r, k = t->kv + c;
             s = static_cast<float>(m.value(s, t->h, q, k));
             if (m.tabled && m.outside(q, k) && is_live(t, r, c))
-                af_note_read_outside(t, 0, TABLE, 1, m.position(q, k));
+                note_outside(t, m.position(q, k));
         }
 }
 

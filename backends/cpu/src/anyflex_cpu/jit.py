@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Mods", "NativeFunction", "TooLong", "compile_mods"]
 
-_CALLED = ("af_note_read_outside", "af_add_lanes", "af_add_strip", "af_power")
+_CALLED = ("af_find_read_outside", "af_add_lanes", "af_add_strip", "af_power")
 """Functions of the native library that the code may call."""
 
-_FORMAT = 4
+_FORMAT = 5
 """Format of the generated code: bumped when the same graph and llvmlite give other code."""
 
 

@@ -7,29 +7,34 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
-from anyflex.plugin import Artifacts, Spec, differentiate, free_in_child
+from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate, free_in_child
 from anyflex_cpu import structs
 from anyflex_cpu.bytecode import mask_program, score_backward_program, score_program
 from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
-from anyflex_cpu.jit import Mods, TooLong, compile_mods
+from anyflex_cpu.jit import Mods, NativeFunction, TooLong, compile_mods
 from anyflex_cpu.library import Library
 
 __all__ = [
     "Programs",
     "llvmlite_version",
+    "may_read_outside",
     "mods_of",
     "no_jit",
     "number_slots",
     "unusable_jit",
 ]
 
+_Graph = TypeVar("_Graph", ModGraph, Derivative)
+
 OLDEST_LLVMLITE = (0, 45)
 
-LONGEST = 4_000_000
+LONGEST = 3_000_000
 """Maximum number of characters of LLVM IR that are compiled unasked. LLVM's time grows faster than
-they do: a score mod that adds 300 tables [q_idx, kv_idx] has 2.2 million and takes 3 to 5 s, one
+they do: a score mod that adds 300 tables [q_idx, kv_idx] has 1.7 million and takes 3 to 5 s, one
 of 600 has twice as many and takes 20; the interpreter's bytecode is there at once."""
 
 
@@ -146,53 +151,59 @@ class Programs:
             return self._wide
 
     def _make(self, limits: Limits) -> tuple[int, int, int]:
-        programs: list[structs.Program | None] = []
+        compiled: dict[str, NativeFunction] = {}
         if self.how == "jit":
             try:
-                programs = self._compiled(limits)
+                compiled = compile_mods(
+                    self._mods,
+                    captured=self._spec.captured,
+                    artifacts=self._artifacts,
+                    address=self._library.address,
+                    limits=limits,
+                    longest=LONGEST if self._option == "auto" else None,
+                )
             except TooLong as error:
                 # `how` and `reason` describe calls of all sizes, so the limits don't matter here.
                 self.how, self.reason = "interpreted", str(error)
-        programs = programs or self._interpreted(limits)
-        self._held.append(programs)
-        mask, score, backward = (
-            0 if program is None else ctypes.addressof(program) for program in programs
-        )
-        return mask, score, backward
-
-    def _compiled(self, limits: Limits) -> list[structs.Program | None]:
-        """Native code, from the artifacts if it is there."""
-        code = compile_mods(
-            self._mods,
-            captured=self._spec.captured,
-            artifacts=self._artifacts,
-            address=self._library.address,
-            limits=limits,
-            longest=LONGEST if self._option == "auto" else None,
-        )
-        self._held.append(code)
-        return [
-            structs.Program(code[kind].address, None, 0, code[kind].scratch_bytes)
-            if kind in code
-            else None
-            for kind in ("mask", "score", "score_backward")
-        ]
-
-    def _interpreted(self, limits: Limits) -> list[structs.Program | None]:
-        """Bytecode for the library's interpreter."""
-        operations = numbers(self._library.operations())
         mask, score, derivative = self._mods
-        codes = (
-            None if mask is None else mask_program(mask, operations, limits),
-            None if score is None else score_program(score, operations, limits),
-            None if derivative is None else score_backward_program(derivative, operations, limits),
+        made = (
+            self._program(compiled.get("mask"), mask, mask_program, limits),
+            self._program(compiled.get("score"), score, score_program, limits),
+            self._program(
+                compiled.get("score_backward"), derivative, score_backward_program, limits
+            ),
         )
-        return [None if code is None else self._bytecode(code) for code in codes]
+        self._held += [compiled, *made]
+        mask_at, score_at, backward_at = (
+            0 if program is None else ctypes.addressof(program) for program in made
+        )
+        return mask_at, score_at, backward_at
 
-    def _bytecode(self, code: bytes) -> structs.Program:
+    def _program(
+        self,
+        native: NativeFunction | None,
+        graph: _Graph | None,
+        write: Callable[[_Graph, dict[str, int], Limits], bytes],
+        limits: Limits,
+    ) -> structs.Program | None:
+        if graph is None:
+            return None
+        if native is not None and not may_read_outside(graph):
+            return structs.Program(native.address, None, 0, native.scratch_bytes)
+        code = write(graph, numbers(self._library.operations()), limits)
         # 8-byte words, because bytecode is aligned to them.
         words = (ctypes.c_int64 * -(-len(code) // 8)).from_buffer_copy(code)
         self._held.append(words)
         at = ctypes.addressof(words)
+        if native is not None:
+            return structs.Program(native.address, at, len(code), native.scratch_bytes)
         scratch = self._library.program_scratch(at)
         return structs.Program(self._library.address("af_interpret"), at, len(code), scratch)
+
+
+def may_read_outside(graph: ModGraph | Derivative) -> bool:
+    """Whether compiled code needs the graph's bytecode beside it, in which the native library
+    finds the first read outside of a captured tensor. A derivative reads where its mod has."""
+    return isinstance(graph, ModGraph) and any(
+        node.operation == "load" and node.arguments for node in graph.nodes
+    )

@@ -13,19 +13,10 @@ from anyflex.plugin import Derivative, ModGraph, Node
 from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import FLOATS, Module, Value
 from anyflex_cpu.node_ir import Fact
-from anyflex_cpu.out_of_bounds_ir import add_search
 from anyflex_cpu.scatter_ir import Scatters
 from anyflex_cpu.tile_program import TileLoops
 
 __all__ = ["add_mask", "add_score", "add_score_backward"]
-
-
-def _checked_loads(nodes: Sequence[Node], loops: TileLoops) -> list[int]:
-    return [
-        position
-        for position in loops.stages.needed
-        if nodes[position].operation == "load" and nodes[position].arguments
-    ]
 
 
 def _result(loops: TileLoops, position: int, dtype: torch.dtype) -> Value:
@@ -69,7 +60,7 @@ def add_mask(
         live = loops.pair.compare("ne", live, loops.pair.constant(live.type, 0))
     word = loops.pair.word(loops.pair.op("and", live, loops.valid))
     loops.lane.store(word, _word_place(loops, row), 2)
-    _close(module, name, graph, loops, facts, limits, mod=1)
+    _close(loops, graph)
     return loops.scratch_bytes
 
 
@@ -83,33 +74,20 @@ def add_score(
         loops.lowering.score = loops.pair.load(place, "float", 64)
     loops.lower_pairs()
     loops.pair.store(_result(loops, graph.output, graph.dtype), place, 64)
-    _close(module, name, graph, loops, facts, limits, mod=0)
+    _close(loops, graph)
     return loops.scratch_bytes
 
 
-def _close(
-    module: Module,
-    name: str,
-    graph: ModGraph,
-    loops: TileLoops,
-    facts: Sequence[Fact],
-    limits: Limits,
-    mod: int,
-) -> None:
-    loads = _checked_loads(graph.nodes, loops)
-    if not loads:
-        loops.close()
-        return
-    search = f"{name}.outside"
-    add_search(module, search, graph.nodes, loads, facts, limits, mod)
-    indices = {argument for load in loads for argument in graph.nodes[load].arguments}
-    if indices & loops.stages.reads_score:
-        # The scores that the indices depend on are overwritten after this.
-        call = f"call void @{search}(ptr %program, ptr %tile)"
-        loops.entry.lines.append(call)
-        loops.close()
-    else:
-        loops.close(search)
+def _close(loops: TileLoops, graph: ModGraph) -> None:
+    """Finish a program whose reads outside the library finds, in the program's bytecode."""
+    indices = {
+        argument for node in graph.nodes if node.operation == "load" for argument in node.arguments
+    }
+    # Scores that indices depend on are overwritten later.
+    early = bool(indices & loops.stages.reads_score)
+    if early:
+        loops.entry.lines.append(loops.search)
+    loops.close(search=not early)
 
 
 def add_score_backward(

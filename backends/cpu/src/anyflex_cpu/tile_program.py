@@ -35,6 +35,7 @@ CHUNK = 512
 L1."""
 
 _ONES = "@af.ones"
+_SEARCH = "af_find_read_outside"
 
 
 class Strip(NamedTuple):
@@ -77,6 +78,7 @@ class TileLoops:
     ) -> None:
         self.function = Function(module, name, f"define void @{name}(ptr %program, ptr %tile)")
         self.checks = checks
+        self._may_be_outside = False
         self.scratch_bytes = 0
         block = self.function.block
         self.entry, chunk, row = block("entry"), block("chunk"), block("row")
@@ -400,6 +402,7 @@ class TileLoops:
         found, self.lowering.outside = self.lowering.outside, []
         if not self.checks or not found:
             return None
+        self._may_be_outside = True
         return functools.reduce(functools.partial(e.op, "or"), [each[2] for each in found])
 
     def _raise_flag(self, e: Emitter, bits: Value) -> None:
@@ -430,12 +433,17 @@ class TileLoops:
             self.lane.line(f"{carried.text}.next = or i16 {carried.text}, {bits.text}")
             self._raise_flag(self.row_end, Value(f"{carried.text}.next", "i16", False))
 
-    def close(self, check: str | None = None) -> None:
+    @property
+    def search(self) -> str:
+        """A call of the library's function that notes the first read outside at a live pair."""
+        self.function.module.declare(_SEARCH, "void", ["ptr", "ptr"])
+        return f"call void @{_SEARCH}(ptr %program, ptr %tile)"
+
+    def close(self, *, search: bool = False) -> None:
         """Write the ends of all loops, and finish the function.
 
         Args:
-            check: name of a function of the program and the tile, called where an index was
-                outside.
+            search: call `search` where an index was outside, at a live pair or not.
         """
         end = self.row_end
         self._close_columns(self._pair_head, self.pair, self.column, self._pair_kv, end.block)
@@ -466,17 +474,17 @@ class TileLoops:
         nothing = block("nothing")
         nothing.end = "ret void"
         self.entry.end = f"br {empty}, label %{nothing.label}, label %{self._chunk_head.label}"
-        self._leave(leave, nothing, check)
+        self._leave(leave, nothing, search)
         self.function.finish()
 
-    def _leave(self, leave: Block, nothing: Block, check: str | None) -> None:
-        if not self.checks or check is None:
+    def _leave(self, leave: Block, nothing: Block, search: bool) -> None:
+        if not search or not self._may_be_outside:
             leave.end = "ret void"
             return
         e = Emitter(self.function, leave, vector=False)
         flag = e.load(self.flag, "i32", 4)
         found = e.compare("ne", flag, e.constant("i32", 0))
         look = self.function.block("look")
-        look.lines.append(f"call void @{check}(ptr %program, ptr %tile)")
+        look.lines.append(self.search)
         look.end = "ret void"
         leave.end = f"br {found}, label %{look.label}, label %{nothing.label}"
