@@ -64,14 +64,12 @@ pass lay_out(const af_problem& problem, int64_t elements, arena& memory) {
     const backward_plan& plan = run.plan;
     run.table = job_table::take(memory, plan);
     run.captured = captured_sums::take(memory, plan, elements);
-    run.tile_bytes = q_tile_bytes(plan);
+    run.tile_bytes = bytes_of([&](arena& one) { take_q_tile(one, plan); });
     const int64_t tiles = plan.units_in_flight * plan.stream_tiles();
     run.q_tiles = memory.take<char>(tiles * run.tile_bytes);
     run.dq = memory.take<float>(tiles * plan.partitions * plan.dq_tile_floats());
     run.touched = memory.take<uint8_t>(tiles * plan.partitions);
-    arena counted = {nullptr, 0};
-    take_buffers(counted, plan, problem);
-    run.buffer_bytes = counted.used;
+    run.buffer_bytes = bytes_of([&](arena& one) { take_buffers(one, plan, problem); });
     run.buffers = memory.take<char>(problem.threads * run.buffer_bytes);
     return run;
 }
@@ -253,9 +251,7 @@ void captured_job(void* context, int64_t index, int) {
 }  // namespace
 
 int64_t backward_workspace(const af_problem& problem, int64_t captured_elements) {
-    arena memory = {nullptr, 0};
-    lay_out(problem, captured_elements, memory);
-    return memory.used;
+    return bytes_of([&](arena& memory) { lay_out(problem, captured_elements, memory); });
 }
 
 int32_t backward(const af_backward_args& args, af_error* error) {

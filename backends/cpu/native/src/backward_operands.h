@@ -24,9 +24,7 @@ inline bool row_is_finite(const matrix& m, int64_t r, int64_t n) {
         const vf x = fetch(m, r, c, n - c);
         nonfinite |= as_uint(x - x);
     }
-    uint32_t any = 0;
-    for (int i = 0; i < VL; ++i) any |= nonfinite[i];
-    return any == 0;
+    return !any_bit(nonfinite);
 }
 
 // to[c][r / 2] = the bf16 from[r][c] and from[r + 1][c] in one word.

@@ -96,12 +96,6 @@ inline q_tile take_q_tile(arena& memory, const backward_plan& plan) {
     return tile;
 }
 
-inline int64_t q_tile_bytes(const backward_plan& plan) {
-    arena counted = {nullptr, 0};
-    take_q_tile(counted, plan);
-    return counted.used;
-}
-
 // `learns`: some captured tensor wants a gradient.
 inline backward_plan make_plan(const af_problem& problem, bool learns) {
     backward_plan plan;

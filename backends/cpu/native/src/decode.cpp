@@ -324,9 +324,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
                         round_up(d.rows, NR), b.panels);
     if (tiles || b.values_on_tiles) pairs_begin();
     memset(b.out, 0, d.rows * d.value_width * 4);
-    memset(b.state.row_sum, 0, d.rows_padded * VL * 4);
-    memset(b.state.nan, 0, d.rows_padded);
-    for (int64_t r = 0; r < d.rows_padded; ++r) b.state.row_max[r] = -infinity;
+    begin_rows(b.state, d.rows_padded);
 
     run_row row = key_runs(p, t.job.b, t.job.h, 0);
     row.length = smaller(row.length, t.job.end);
@@ -408,9 +406,7 @@ decode_run lay_out(const af_problem& p, int64_t heads, arena& memory) {
     run.plan = decode_plan_of(p, heads);
     const decode_plan& d = run.plan;
     run.records = memory.take<float>(d.units * d.splits * d.rows * d.record);
-    arena counted = {nullptr, 0};
-    take_buffers(counted, p, d);
-    run.buffer_bytes = counted.used;
+    run.buffer_bytes = bytes_of([&](arena& one) { take_buffers(one, p, d); });
     run.threads = memory.take<char>(p.threads * run.buffer_bytes);
     return run;
 }
@@ -418,9 +414,7 @@ decode_run lay_out(const af_problem& p, int64_t heads, arena& memory) {
 }  // namespace
 
 int64_t decode_workspace(const af_problem& p) {
-    arena memory = {nullptr, 0};
-    lay_out(p, p.q_heads / p.kv_heads, memory);
-    return memory.used;
+    return bytes_of([&](arena& memory) { lay_out(p, p.q_heads / p.kv_heads, memory); });
 }
 
 int32_t decode(const af_forward_args& args, af_error* error) {

@@ -152,9 +152,7 @@ void run_job(const forward_run& run, int64_t index, int thread) {
         copy_rows(query, rows, rows_padded, p.head_dim, f.query_width,
                   reinterpret_cast<float*>(b.query));
     memset(b.out, 0, rows_padded * f.value_width * 4);
-    memset(b.state.row_sum, 0, rows_padded * VL * 4);
-    memset(b.state.nan, 0, rows_padded);
-    for (int64_t r = 0; r < rows_padded; ++r) b.state.row_max[r] = -infinity;
+    begin_rows(b.state, rows_padded);
 
     if constexpr (PAIRS) pairs_begin();
     visit_tiles<PAIRS>(run, b, t);
@@ -183,9 +181,7 @@ forward_run lay_out(const af_problem& p, arena& memory) {
     run.packed = memory.take<char>(f.units_a_wave * f.unit_bytes);
     run.order = memory.take<int32_t>(f.units_a_wave * f.jobs_a_unit);
     run.packings = memory.take<packing>(f.units_a_wave);
-    arena counted = {nullptr, 0};
-    take_buffers(counted, p, f);
-    run.buffer_bytes = counted.used;
+    run.buffer_bytes = bytes_of([&](arena& one) { take_buffers(one, p, f); });
     run.threads = memory.take<char>(f.threads * run.buffer_bytes);
     run.shared_live = memory.take<uint16_t>(f.shared_q_tiles * shared_live_tiles * f.live_words);
     return run;
@@ -194,9 +190,7 @@ forward_run lay_out(const af_problem& p, arena& memory) {
 }  // namespace
 
 int64_t forward_workspace(const af_problem& problem) {
-    arena memory = {nullptr, 0};
-    lay_out(problem, memory);
-    return memory.used;
+    return bytes_of([&](arena& memory) { lay_out(problem, memory); });
 }
 
 int32_t forward(const af_forward_args& args, af_error* error) {

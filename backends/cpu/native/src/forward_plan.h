@@ -76,9 +76,7 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     f.q_tiles = ceil_div(p.q_length, f.q_block) * f.tiles_a_block;
     f.jobs_a_unit = f.batches_a_unit * f.group * f.q_tiles;
 
-    arena counted = {nullptr, 0};
-    take_head(counted, f);
-    f.unit_bytes = counted.used;
+    f.unit_bytes = bytes_of([&](arena& memory) { take_head(memory, f); });
     // One thread uses a packed head while it is near; several need jobs to share.
     const int64_t busy = p.threads == 1 ? 1 : ceil_div(jobs_a_thread * p.threads, f.jobs_a_unit);
     f.units_a_wave = smaller(packed_bound / (f.unit_bytes > 0 ? f.unit_bytes : 1), busy);

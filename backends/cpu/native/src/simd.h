@@ -121,26 +121,25 @@ class subnormal_results {
 };
 
 // Sum and maximum of all lanes, in a fixed order.
+template <class F> AF_INLINE float folded(vf v, const F& join) {
+    alignas(64) float lane[VL];
+    store(lane, v);
+    for (int n = VL / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] = join(lane[i], lane[i + n]);
+    return lane[0];
+}
 AF_INLINE float sum_of(vf v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps(v);
 #else
-    alignas(64) float lane[VL];
-    store(lane, v);
-    for (int n = VL / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
-    return lane[0];
+    return folded(v, [](float a, float b) AF_FLAT { return a + b; });
 #endif
 }
 AF_INLINE float largest_of(vf v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps(v);
 #else
-    alignas(64) float lane[VL];
-    store(lane, v);
-    for (int n = VL / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; ++i) lane[i] = lane[i] > lane[i + n] ? lane[i] : lane[i + n];
-    return lane[0];
+    return folded(v, [](float a, float b) AF_FLAT { return a > b ? a : b; });
 #endif
 }
 

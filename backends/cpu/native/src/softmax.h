@@ -24,6 +24,12 @@ struct softmax_state {
     uint8_t* nan;    // rows with a NaN score beside an infinite maximum; else NaN is in the sum
 };
 
+static void begin_rows(const softmax_state& state, int64_t rows) {
+    memset(state.row_sum, 0, rows * VL * 4);
+    memset(state.nan, 0, rows);
+    for (int64_t r = 0; r < rows; ++r) state.row_max[r] = -infinity;
+}
+
 AF_INLINE vf pick(vf a, vf b, bool add) { return add ? a + b : larger(a, b); }
 
 // Lane i of the result: the sum or maximum of all lanes of r[i].

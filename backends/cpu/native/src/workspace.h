@@ -16,6 +16,13 @@ struct arena {
     }
 };
 
+// The bytes that `take` takes off an arena.
+template <class F> int64_t bytes_of(const F& take) {
+    arena counted = {nullptr, 0};
+    take(counted);
+    return counted.used;
+}
+
 // Scratch of the mods' programs.
 inline int64_t scratch_bytes(const af_problem& p, bool backward) {
     int64_t bytes = 0;

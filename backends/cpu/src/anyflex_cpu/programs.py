@@ -21,7 +21,6 @@ from anyflex_cpu.library import Library
 __all__ = [
     "Programs",
     "llvmlite_version",
-    "may_read_outside",
     "mods_of",
     "no_jit",
     "number_slots",
@@ -188,7 +187,7 @@ class Programs:
     ) -> structs.Program | None:
         if graph is None:
             return None
-        if native is not None and not may_read_outside(graph):
+        if native is not None and not _may_read_outside(graph):
             return structs.Program(native.address, None, 0, native.scratch_bytes)
         code = write(graph, numbers(self._library.operations()), limits)
         # 8-byte words, because bytecode is aligned to them.
@@ -201,7 +200,7 @@ class Programs:
         return structs.Program(self._library.address("af_interpret"), at, len(code), scratch)
 
 
-def may_read_outside(graph: ModGraph | Derivative) -> bool:
+def _may_read_outside(graph: ModGraph | Derivative) -> bool:
     """Whether compiled code needs the graph's bytecode beside it, in which the native library
     finds the first read outside of a captured tensor. A derivative reads where its mod has."""
     return isinstance(graph, ModGraph) and any(
