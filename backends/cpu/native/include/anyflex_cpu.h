@@ -63,7 +63,11 @@ typedef struct {
     int64_t index;
 } af_error;
 
-// A rectangle of pairs of one (batch, query head): what a mod program works on, in place.
+// Most columns of a tile.
+#define AF_TILE_COLUMNS 512
+
+// A rectangle of pairs of one (batch, query head): what a mod program works on, in place. It has at
+// least one row and one column.
 //
 // Rows of `score` and `grad` are `ld` floats apart; ld is a multiple of 16 and both, as `live`,
 // are aligned to 64 bytes. Programs may read and write columns up to cols rounded up to 16, whose

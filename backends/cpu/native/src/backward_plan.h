@@ -34,6 +34,7 @@ constexpr int64_t q_tile_rows = 128;
 // Maximum rows of a kv tile; plan.kv_rows is the number in use. Tile products are fast, so they
 // get large tiles: fewer passes over the sums.
 constexpr int64_t most_kv_rows = has_tiles ? 256 : 128;
+static_assert(most_kv_rows <= AF_TILE_COLUMNS, "programs take no more");
 // Rows and columns of a tile that are skipped together where no pair is live.
 constexpr int64_t group = 32;
 constexpr int64_t live_words = most_kv_rows / 16;

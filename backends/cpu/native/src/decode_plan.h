@@ -14,6 +14,7 @@ namespace {
 
 // Keys of a tile. Each begins two streams from memory anew: with 256, decoding read a tenth less.
 constexpr int64_t decode_columns = 512;
+static_assert(decode_columns <= AF_TILE_COLUMNS, "programs take no more");
 constexpr int64_t decode_ld = decode_columns + 32;  // products write past the last key
 constexpr int64_t decode_live_ld = decode_columns / 16;  // words
 constexpr int64_t wanted_jobs = 128;

@@ -16,6 +16,7 @@ constexpr int64_t packed_bound = int64_t(64) << 20;
 constexpr int64_t strip_rows = 32;
 constexpr int64_t pack_chunk = 256;  // keys that one packing job takes
 constexpr int64_t tile_columns = 256;
+static_assert(tile_columns <= AF_TILE_COLUMNS, "programs take no more");
 constexpr int score_buffers = has_tiles ? 2 : 1;  // strips in flight
 constexpr int64_t shared_live_tiles = 4;  // of a q tile, whose live bits all heads share
 constexpr int64_t shared_live_bound = int64_t(4) << 20;

@@ -13,7 +13,7 @@ from anyflex.plugin import Scatter
 from anyflex_cpu.captured_ir import bounded, field
 from anyflex_cpu.graph_stages import ROW, TILE
 from anyflex_cpu.llvm_text import LANES, Value
-from anyflex_cpu.tile_program import CHUNK, TileLoops
+from anyflex_cpu.tile_program import COLUMNS, TileLoops
 
 __all__ = ["Scatters"]
 
@@ -122,11 +122,11 @@ class Scatters:
         tile = loops.tile
         tile.module.declare("llvm.memset.p0.i64", "void", ["ptr", "i8", "i64", "i1"])
         tile.line(
-            f"call void @llvm.memset.p0.i64(ptr {strip.address}, i8 0, i64 {8 * CHUNK}, i1 false)"
+            f"call void @llvm.memset.p0.i64(ptr {strip.address}, i8 0, i64 {8 * COLUMNS}, i1 false)"
         )
         # With a step of -1, column 0 is at the strip's end. Vectors begin at their lowest
         # element.
-        origin = tile.constant("i64", 0 if step > 0 else CHUNK - 1)
+        origin = tile.constant("i64", 0 if step > 0 else COLUMNS - 1)
         of_column_0 = tile.address(strip.address, "double", origin)
         lowest = row.constant("i64", 0 if step > 0 else 1 - LANES)
         direct = row.address(fixed, "double", row.add(start, lowest))

@@ -50,9 +50,7 @@ def add_mask(
 ) -> int:
     """Add a mask program: it writes all words of a row."""
     loops = TileLoops(module, name, graph.nodes, [graph.output], facts, limits, checks=True)
-    row = loops.row_address(
-        loops.field("live", "ptr").text, loops.field("live_ld", "i64"), "i16", per_word=True
-    )
+    row = loops.row_address(loops.field("live", "ptr").text, loops.field("live_ld", "i64"), "i16")
     loops.lower_pairs()
     loops.lowering.emitter = loops.pair
     live = loops.lowering.operand(graph.output)

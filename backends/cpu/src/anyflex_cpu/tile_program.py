@@ -1,6 +1,6 @@
-"""The loops of a mod on tiles, as an LLVM function: chunks of columns, rows, and columns.
+"""The loops of a mod on tiles, as an LLVM function: rows, and columns.
 
-Values that depend on columns alone are computed once a chunk into strips in the tile's scratch
+Values that depend on columns alone are computed once a tile into strips in the tile's scratch
 memory; those that depend on rows alone once a row, as scalars; the rest on vectors of 16 pairs. A
 read whose index moves by one a column is one contiguous load: where the row's indices leave the
 tensor, or its elements aren't neighbours, they are first gathered into a strip.
@@ -28,19 +28,18 @@ from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import LANES, WIDTHS, Block, Emitter, Function, Module, Value
 from anyflex_cpu.node_ir import Fact, NodeLowering
 
-__all__ = ["CHUNK", "Strip", "TileLoops"]
+__all__ = ["COLUMNS", "Strip", "TileLoops"]
 
-CHUNK = 512
-"""Columns of a chunk, whose strips are kept at once: 2 KiB each, so that some of them stay in
-L1."""
+COLUMNS = 512
+"""Maximum number of columns of a tile, the header's AF_TILE_COLUMNS. A strip of floats takes 2 KiB,
+so that some of them stay in L1."""
 
 _ONES = "@af.ones"
 _SEARCH = "af_find_read_outside"
 
 
 class Strip(NamedTuple):
-    """A row of scratch memory, with one element per column of a chunk: its address, and the
-    element's type."""
+    """A row of scratch memory, with one element per column: its address, and the element's type."""
 
     address: str
     type: str
@@ -81,11 +80,14 @@ class TileLoops:
         self._may_be_outside = False
         self.scratch_bytes = 0
         block = self.function.block
-        self.entry, chunk, row = block("entry"), block("chunk"), block("row")
+        self.entry, self._strips_head, self._row_head = (
+            block("entry"),
+            block("strips"),
+            block("row"),
+        )
         self.tile = Emitter(self.function, self.entry, vector=False)
-        self.chunk = Emitter(self.function, chunk, vector=False)
-        self.row = Emitter(self.function, row, vector=False)
-        self._chunk_head, self._row_head = chunk, row
+        self._before_rows = Emitter(self.function, self._strips_head, vector=False)
+        self.row = Emitter(self.function, self._row_head, vector=False)
         self._open_tile()
         self.stages = Stages(nodes, roots)
         self.lowering = NodeLowering(
@@ -93,11 +95,10 @@ class TileLoops:
         )
         self.lowering.lower_scalars(TILE)
         self._note_scalars(self.tile)
-        self._open_chunk()
+        self._open_columns()
         self.strips: dict[int, Strip] = {}
         if self.stages.strips:
             self._fill_strips()
-        self._after_strips = self.chunk.block
         self._open_row()
         self.lowering.lower_scalars(ROW)
         self._note_scalars(self.row)
@@ -124,35 +125,29 @@ class TileLoops:
             e.line(f"{self.flag} = alloca i32, align 4")
             e.line(f"store i32 0, ptr {self.flag}, align 4")
 
-    def strip(self, type_: str, elements: int = CHUNK) -> Strip:
-        """Allocate a strip in scratch memory for a chunk's columns."""
+    def strip(self, type_: str, elements: int = COLUMNS) -> Strip:
+        """Allocate a strip in scratch memory for the columns."""
         e = self.tile
         address = e.address(self.scratch, "i8", e.constant("i64", self.scratch_bytes))
         size = elements * max(1, WIDTHS[type_] // 8)
         self.scratch_bytes += -(-size // 64) * 64
         return Strip(address, type_)
 
-    # Chunks of columns, and their strips.
+    # Columns, and their strips.
 
-    def _open_chunk(self) -> None:
-        e = self.chunk
-        self.start = Value(self.function.fresh(), "i64", False)
-        left = e.sub(self.columns, self.start)
-        here = e.intrinsic("smin", left, e.constant("i64", CHUNK))
-        mask = e.constant("i64", -LANES)
-        rounded = e.op("and", e.add(here, e.constant("i64", LANES - 1)), mask)
-        self.vectors = rounded
+    def _open_columns(self) -> None:
+        e = self.tile
+        rounded = e.add(self.columns, e.constant("i64", LANES - 1))
+        self.vectors = e.op("and", rounded, e.constant("i64", -LANES))
         kind = self.lowering.index_type
-        first = e.resize(e.add(self.first[3], self.start), kind)
         lanes = ", ".join(f"{kind} {lane}" for lane in range(LANES))
         wide = Emitter(self.function, e.block, vector=True)
         iota = Value(f"<{lanes}>", kind, True)
-        self._kv = wide.add(e.spread(first), iota)
-        end = self.tile.resize(self.tile.add(self.first[3], self.columns), kind)
-        self._kv_end = self.tile.spread(end)
+        self._kv = wide.add(e.spread(e.resize(self.first[3], kind)), iota)
+        self._kv_end = e.spread(e.resize(e.add(self.first[3], self.columns), kind))
 
     def _columns_loop(self, name: str, before: Emitter) -> tuple[Block, Value, Value]:
-        """(block, column of lane 0 in the chunk, kv_idx of the lanes): a loop over vectors whose
+        """(block, column of lane 0, kv_idx of the lanes): a loop over vectors whose
         end `_close_columns` writes."""
         block = self.function.block(name)
         kind = self.lowering.index_type
@@ -178,7 +173,7 @@ class TileLoops:
         head.phis = [phi.replace("%LATCH", f"%{last.block.label}") for phi in head.phis]
 
     def _fill_strips(self) -> None:
-        head, column, kv = self._columns_loop("strip", self.chunk)
+        head, column, kv = self._columns_loop("strip", self._before_rows)
         e = Emitter(self.function, head, vector=True)
         self._at(e, kv)
         kept = self.stages.strips
@@ -187,7 +182,7 @@ class TileLoops:
         for position in kept:
             value = self.lowering.values[position]
             if value.type == "i1":
-                strip = self.strip("i16", CHUNK // LANES)
+                strip = self.strip("i16", COLUMNS // LANES)
                 word = e.word(value)
                 one = Emitter(self.function, head, vector=False)
                 one.store(word, self._word_address(one, strip.address, column), 2)
@@ -198,7 +193,7 @@ class TileLoops:
         self._note_lanes(e, kv)
         done = self.function.block("rows")
         self._close_columns(head, e, column, kv, done)
-        self.chunk.block = done
+        self._before_rows.block = done
 
     def _word_address(self, e: Emitter, base: str, column: Value) -> str:
         word = e.op("lshr", column, e.constant("i64", 4))
@@ -210,30 +205,22 @@ class TileLoops:
         self.row_number = Value(self.function.fresh(), "i64", False)
         self.lowering.row_index = self.row.add(self.first[2], self.row_number)
 
-    def row_address(self, base: str, stride: Value, type_: str, per_word: bool = False) -> str:
-        """Address of the row's element at the chunk's first column."""
-        e = self.row
-        offset = e.mul(self.row_number, stride)
-        start = e.op("lshr", self.start, e.constant("i64", 4)) if per_word else self.start
-        return e.address(base, type_, e.add(offset, start))
+    def row_address(self, base: str, stride: Value, type_: str) -> str:
+        """Address of the row's first element."""
+        return self.row.address(base, type_, self.row.mul(self.row_number, stride))
 
     def live_row(self) -> str:
-        """Address of the row's live bits at the chunk's first column; all ones if the tile has
-        none."""
+        """Address of the row's live bits; all ones if the tile has none."""
         e = self.tile
         e.module.globals[_ONES] = (
-            f"{_ONES} = internal constant [{CHUNK // LANES} x i16] "
-            f"[{', '.join(['i16 -1'] * (CHUNK // LANES))}], align 64"
+            f"{_ONES} = internal constant [{COLUMNS // LANES} x i16] "
+            f"[{', '.join(['i16 -1'] * (COLUMNS // LANES))}], align 64"
         )
         given = self.field("live", "ptr")
         none = e.put(f"icmp eq {given}, null", "i1")
         base = e.put(f"select {none}, ptr {_ONES}, {given}", "ptr")
-        zero, one = e.constant("i64", 0), e.constant("i64", 1)
-        stride = e.select(none, zero, self.field("live_ld", "i64"))
-        scale = e.select(none, zero, one)
-        row = self.row
-        words = row.mul(row.op("lshr", self.start, row.constant("i64", 4)), scale)
-        return row.address(base.text, "i16", row.add(row.mul(self.row_number, stride), words))
+        stride = e.select(none, e.constant("i64", 0), self.field("live_ld", "i64"))
+        return self.row_address(base.text, stride, "i16")
 
     def _open_stream(self, position: int, which: int, step: int) -> None:
         """Find where a row's elements are neighbours, or copy them to a strip."""
@@ -254,7 +241,7 @@ class TileLoops:
         direct = e.address(table.data, type_, lowest)
         strip = self.strip(type_)
         # With a step of -1, the strip is filled from its end.
-        begin = 0 if step > 0 else CHUNK - LANES
+        begin = 0 if step > 0 else COLUMNS - LANES
         copied = self.tile.address(strip.address, type_, self.tile.constant("i64", begin))
         slow, done = self.function.block("copy"), self.function.block("row")
         before = e.block
@@ -267,11 +254,11 @@ class TileLoops:
         self._streams[position] = (table, base, step)
 
     def moving(self, index: int, size: Value, step: int) -> tuple[Value, Value, Value]:
-        """An index that moves by `step` a column: (its value at the chunk's first column, that
-        value wrapped if all are negative, whether all the chunk's lanes stay inside)."""
+        """An index that moves by `step` a column: (its value at the first column, that value
+        wrapped if all are negative, whether all the row's lanes stay inside)."""
         e = self.row
         zero, one = e.constant("i64", 0), e.constant("i64", 1)
-        first = self.lowering.at_column(index, e.add(self.first[3], self.start))
+        first = self.lowering.at_column(index, self.first[3])
         reach = e.sub(self.vectors, one)
         last = e.add(first, reach) if step > 0 else e.sub(first, reach)
         negative = e.op("and", e.compare("slt", first, zero), e.compare("slt", last, zero))
@@ -447,44 +434,27 @@ class TileLoops:
         """
         end = self.row_end
         self._close_columns(self._pair_head, self.pair, self.column, self._pair_kv, end.block)
-        block = self.function.block
-        chunk_end, leave = block("chunk_end"), block("leave")
-        row, start = self.row_number.text, self.start.text
-        more = self.function.fresh()
+        leave = self.function.block("leave")
+        row, more = self.row_number.text, self.function.fresh()
         end.line(f"{row}.next = add i64 {row}, 1")
         end.line(f"{more} = icmp slt i64 {row}.next, {self.rows.text}")
-        end.block.end = f"br i1 {more}, label %{self._row_head.label}, label %{chunk_end.label}"
+        end.block.end = f"br i1 {more}, label %{self._row_head.label}, label %{leave.label}"
+        before = self._before_rows.block
         self._row_head.phis.append(
-            f"{row} = phi i64 [0, %{self._after_strips.label}], [{row}.next, %{end.block.label}]"
+            f"{row} = phi i64 [0, %{before.label}], [{row}.next, %{end.block.label}]"
         )
-        self._after_strips.end = f"br label %{self._row_head.label}"
-        more = self.function.fresh()
-        chunk_end.lines.append(f"{start}.next = add i64 {start}, {CHUNK}")
-        chunk_end.lines.append(f"{more} = icmp slt i64 {start}.next, {self.columns.text}")
-        chunk_end.end = f"br i1 {more}, label %{self._chunk_head.label}, label %{leave.label}"
-        self._chunk_head.phis.append(
-            f"{start} = phi i64 [0, %{self.entry.label}], [{start}.next, %{chunk_end.label}]"
-        )
-        e = self.tile
-        empty = e.op(
-            "or",
-            e.compare("sle", self.rows, e.constant("i64", 0)),
-            e.compare("sle", self.columns, e.constant("i64", 0)),
-        )
-        nothing = block("nothing")
-        nothing.end = "ret void"
-        self.entry.end = f"br {empty}, label %{nothing.label}, label %{self._chunk_head.label}"
-        self._leave(leave, nothing, search)
+        before.end = f"br label %{self._row_head.label}"
+        self.entry.end = f"br label %{self._strips_head.label}"
+        leave.end = "ret void"
+        if search and self._may_be_outside:
+            self._search_where_flagged(leave)
         self.function.finish()
 
-    def _leave(self, leave: Block, nothing: Block, search: bool) -> None:
-        if not search or not self._may_be_outside:
-            leave.end = "ret void"
-            return
+    def _search_where_flagged(self, leave: Block) -> None:
         e = Emitter(self.function, leave, vector=False)
         flag = e.load(self.flag, "i32", 4)
         found = e.compare("ne", flag, e.constant("i32", 0))
-        look = self.function.block("look")
+        look, nothing = self.function.block("look"), self.function.block("nothing")
         look.lines.append(self.search)
-        look.end = "ret void"
+        look.end = nothing.end = "ret void"
         leave.end = f"br {found}, label %{look.label}, label %{nothing.label}"
