@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import anyflex
-from anyflex.block_mask import create, quad_tree
+from anyflex.block_mask import quad_tree, structure_builder
 from anyflex.block_mask.elementwise_evaluation import TracedElements
 from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.quad_tree import QuadTree
@@ -46,8 +46,8 @@ def built(made: Made, block: tuple[int, int] = (128, 128)) -> tuple[QuadTree, Bu
 def test_every_ready_made_mask_is_decided_by_its_border(name: str) -> None:
     made = CASES[name].make(16384)
     tree, budget = built(made)
-    domain = tree.lattice.domain
-    rows = domain.batch * domain.heads * tree.lattice.rows
+    domain = tree.domain
+    rows = domain.batch * domain.heads * tree.rows
     # Ranges leave a few blocks a row; of those, a few elements a token are looked at.
     assert tree.open_blocks.count <= 5 * rows
     assert budget.looked_at <= 64 * domain.batch * domain.heads * made.q_length
@@ -81,7 +81,7 @@ def test_past_the_budget_blocks_stay_partial_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exact = kind_grid(anyflex.create_block_mask(in_runs, 1, 1, 1000, 900, BLOCK_SIZE=64))
-    monkeypatch.setattr(create, "DEFAULT_BUDGET", 850_000)
+    monkeypatch.setattr(structure_builder, "DEFAULT_BUDGET", 850_000)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_past_the_budget_blocks_stay_partial_with_one_warning(
 
 
 def test_a_mask_past_the_budget_gives_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(create, "DEFAULT_BUDGET", 0)
+    monkeypatch.setattr(structure_builder, "DEFAULT_BUDGET", 0)
     with pytest.warns(anyflex.PerformanceWarning, match="worth 0 elements"):
         mask = anyflex.create_block_mask(in_runs, 1, 1, 130, 140, BLOCK_SIZE=64)
     q, k, v = (torch.randn(1, 1, n, 8, dtype=torch.float64) for n in (130, 140, 140))
@@ -118,7 +118,7 @@ def test_a_function_that_cannot_be_traced_has_the_same_budget(
         return (torch.special.bessel_j0((q - k).float()) > 0) & (h + b < 3)
 
     exact = kind_grid(anyflex.create_block_mask(opaque, 2, 3, 200, 150, BLOCK_SIZE=32))
-    monkeypatch.setattr(create, "DEFAULT_BUDGET", 100_000)
+    monkeypatch.setattr(structure_builder, "DEFAULT_BUDGET", 100_000)
     monkeypatch.setattr("anyflex.block_mask.dense_scan._ELEMENTS", 5000)
     with pytest.warns(anyflex.PerformanceWarning, match="can't be traced"):
         mask = anyflex.create_block_mask(opaque, 2, 3, 200, 150, BLOCK_SIZE=32)
@@ -137,7 +137,7 @@ def test_what_ranges_cannot_decide_costs_its_own_blocks_only() -> None:
     made = Made(corner, lambda b, h, q, k: False, 1 << 16, 1 << 16)
     tree, budget = built(made)
     # q in 0..511, k in 0..255: 4 x 2 blocks, but for the corner that causality decides.
-    assert tree.open_blocks.count <= 8 + tree.lattice.rows
+    assert tree.open_blocks.count <= 8 + tree.rows
     assert budget.looked_at <= 8 * 128 * 128
 
 
@@ -255,7 +255,7 @@ def test_pieces_of_rows_are_merged_while_building(monkeypatch: pytest.MonkeyPatc
 
 def test_memory_of_a_mask_that_nothing_decides_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.rand(1 << 17)
-    monkeypatch.setattr(create, "DEFAULT_BUDGET", 1 << 26)
+    monkeypatch.setattr(structure_builder, "DEFAULT_BUDGET", 1 << 26)
     mod = lambda b, h, q, k: (numbers[q] * numbers[k]) % 1000 == 5  # noqa: E731
     with (
         torch.autograd.profiler.profile(profile_memory=True) as profile,

@@ -14,7 +14,7 @@ from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.combine import and_masks
 from anyflex.block_mask.create import create_block_mask
 from anyflex.block_mask.mask_function import RebuiltMaskMod
-from anyflex.block_mask.serialization import FORMAT
+from anyflex.block_mask.mask_state import FORMAT
 from anyflex.errors import BlockMaskError
 from tests.core.dense_blocks import dense_mask
 from tests.core.given_masks import (

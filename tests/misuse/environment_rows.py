@@ -71,10 +71,10 @@ def context_is_left_in_another_thread(attend: Attend) -> None:
 
 @wrong(158, BlockMaskError, "format", r"\b1\b", r"\b999\b")
 def pickle_of_another_format(attend: Attend) -> None:
-    from anyflex.block_mask import serialization
+    from anyflex.block_mask import mask_state
 
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 16, 16)
-    with mock.patch.object(serialization, "FORMAT", 999):
+    with mock.patch.object(mask_state, "FORMAT", 999):
         data = pickle.dumps(mask)
     assert torch.equal(pickle.loads(pickle.dumps(mask)).offsets, mask.offsets)
     pickle.loads(data)

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import pytree, row_slicing, serialization, slicing
+from anyflex.block_mask import pytree, row_slicing, slicing
 from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.mask_function import sliced_mask_mod, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import Shifts, shifted_mod, shifted_opaque
 from anyflex.errors import BlockMaskError
 from anyflex.mask_structure import views_registry
-from anyflex.mask_structure.device_views import MaskViews
-from anyflex.mask_structure.from_index_lists import runs_of_lists
+from anyflex.mask_structure.device_views import MaskViews, packed_views
+from anyflex.mask_structure.from_index_lists import views_of_lists
 from anyflex.mask_structure.run_checks import (
     check_runs,
     checked_block_size,
     checked_lengths,
     row_name,
 )
-from anyflex.mask_structure.runs import PARTIAL, block_count, pack, padded, unpack
+from anyflex.mask_structure.runs import PARTIAL, padded, unpack
 from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tracing.mod_types import MaskMod
 
@@ -77,22 +77,19 @@ class BlockMask(MaskContent):
                 f"{row_name(offsets.cpu(), int(partial[0]))} has a PARTIAL run and there is no "
                 "mask_mod; pass mask_mod=, noop_mask if every element is live, or make it FULL"
             )
-        columns = block_count(lengths[1], sizes[1])
-        batch, heads, edges = offsets.shape
-        merged = pack(listed, batch, heads, edges - 1, columns)
+        batch, heads, _ = offsets.shape
+        # Copies, because the caller may write to their tensors but nobody to the mask's.
+        host = packed_views(listed, (batch, heads), lengths, sizes)
         if capacity is not None and capacity < listed.row.numel():
             raise BlockMaskError(
                 f"capacity must be at least the number of runs, {listed.row.numel()}, got "
                 f"{capacity}"
             )
-        # Copies, because the caller may write to their tensors but nobody to the mask's.
         device = offsets.device
-        offsets, runs = merged[0].to(device), padded(merged[1], capacity or 0).to(device)
+        offsets, runs = host.offsets.to(device), padded(host.runs, capacity or 0).to(device)
         traced, opaque = None, None
         if mask_mod is not None:
-            traced, opaque = trace_mask_mod(
-                mask_mod, offsets.device, sizes=(batch, heads, *lengths)
-            )
+            traced, opaque = trace_mask_mod(mask_mod, device, sizes=(batch, heads, *lengths))
         self._fill(offsets, runs, lengths, sizes, traced, opaque, mask_mod)
         self.known_views = views_registry.shared(MaskViews(offsets, runs, *lengths, sizes))
 
@@ -173,14 +170,13 @@ class BlockMask(MaskContent):
         Raises:
             BlockMaskError: naming the row and block that is wrong.
         """
-        offsets, runs, lengths, sizes = runs_of_lists(
+        views = views_of_lists(
             kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, seq_lengths
         )
-        mask = cls._assembled(offsets, runs, lengths, sizes, None, None, None)
+        mask = cls._assembled(views)
         if mask_mod is sliced_mask_mod:
-            mask._mask_mod = mask_mod
-            mask.needs_mask_mod = mask.has_partial()
-        elif mask_mod is not None or mask.has_partial():
+            return cls._assembled(views, mask_mod=mask_mod) if mask.has_partial() else mask
+        if mask_mod is not None or mask.has_partial():
             mask.mask_mod = noop_mask if mask_mod is None else mask_mod
         return mask
 
@@ -214,8 +210,7 @@ class BlockMask(MaskContent):
         (torch's slices need another one assigned; that works here too.) Raises BlockMaskError for
         an index out of range.
         """
-        offsets, runs, q_length, shifts = slicing.select(self, index)
-        return self._derived(offsets, runs, (q_length, self.seq_lengths[1]), shifts)
+        return self._derived(*slicing.select(self, index))
 
     @outside_graphs
     def row_slice(self, start: int, stop: int, *, kv_len: int | None = None) -> Self:
@@ -240,9 +235,7 @@ class BlockMask(MaskContent):
             BlockMaskError: out of range; or a block would mix kinds, and the structure was not
                 built from the mask mod, which therefore can't tell its elements.
         """
-        views, shifts = row_slicing.sliced_rows(self, start, stop, kv_len)
-        lengths = (views.q_length, views.kv_length)
-        return self._derived(views.offsets, views.runs, lengths, shifts, views)
+        return self._derived(*row_slicing.sliced_rows(self, start, stop, kv_len))
 
     @outside_graphs
     def extend(
@@ -273,48 +266,20 @@ class BlockMask(MaskContent):
 
         return extended(self, kv_len, q_len, mask_mod, exact)
 
-    def _derived(
-        self,
-        offsets: Tensor,
-        runs: Tensor,
-        lengths: tuple[int, int],
-        shifts: Shifts,
-        views: MaskViews | None = None,
-    ) -> Self:
+    def _derived(self, views: MaskViews, shifts: Shifts) -> Self:
         """Return a mask of other rows with this mask's mask mod."""
         traced, opaque, mask_mod = self.traced, self.opaque, self._mask_mod
         if shifts and traced is not None:
             traced, mask_mod = shifted_mod(traced, shifts), None
         elif shifts and opaque is not None:
             opaque = mask_mod = shifted_opaque(opaque, shifts)
-        return self._assembled(
-            offsets,
-            runs,
-            lengths,
-            self.BLOCK_SIZE,
-            traced,
-            opaque,
-            mask_mod,
-            views=views,
-            needs_mask_mod=self.needs_mask_mod,
-            from_captured=self._from_captured,
-            zero_alone=self._still_alone(offsets) if self._from_captured else (),
-        )
-
-    def _still_alone(self, offsets: Tensor) -> tuple[str, ...]:
-        """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too. The
-        indices that an opaque mask mod reads aren't known."""
-        if self.traced is None:
-            return self._zero_alone
-        sizes = zip(("b", "h"), self.offsets.shape[:2], offsets.shape[:2], strict=True)
-        chosen = [index for index, before, now in sizes if before > 1 and now == 1]
-        return (*self._zero_alone, *chosen) if chosen else self._zero_alone
-
-    def __getstate__(self) -> dict[str, Any]:
-        return serialization.state_of(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        serialization.restore(self, state)
+        alone = self._zero_alone
+        # One of several batch entries or heads is alone too. The indices that an opaque mask mod
+        # reads aren't known.
+        if alone is not None and traced is not None:
+            sizes = zip(("b", "h"), self.offsets.shape[:2], views.shape[:2], strict=True)
+            alone += tuple(index for index, before, now in sizes if before > 1 and now == 1)
+        return self._assembled(views, traced, opaque, mask_mod, alone)
 
     def __repr__(self) -> str:
         return (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.intervals.bounds import End
+from anyflex.intervals.bounds import End, tensor_of
 from anyflex.intervals.cells import Cells
 
 __all__ = ["Boxes"]
@@ -31,6 +31,13 @@ class Boxes(NamedTuple):
     q_high: Tensor
     kv_low: Tensor
     kv_high: Tensor
+
+    @classmethod
+    def of_cells(cls, cells: Cells) -> Boxes:
+        """Return single blocks, given as cells, as boxes."""
+        ends = (cells.q_low, cells.q_high, cells.kv_low, cells.kv_high)
+        owner = torch.arange(cells.count, device="cpu")
+        return cls(owner, cells.b, cells.h, *map(tensor_of, ends))
 
     def chosen(self, where: Tensor) -> Boxes:
         """Return those where a bool tensor holds."""

@@ -9,23 +9,24 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.dense_scan import element_boxes, live_elements
+from anyflex.block_mask.dense_scan import live_boxes
 from anyflex.block_mask.elementwise_evaluation import elements_of
 from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.structure_builder import built_runs, captured_device
-from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
 from anyflex.errors import BlockMaskError, ModTraceError
 from anyflex.intervals.evaluation import Domain
+from anyflex.mask_structure.device_views import packed_views
 from anyflex.mask_structure.run_checks import checked_block_size, checked_device, checked_length
-from anyflex.mask_structure.runs import PARTIAL, block_count, pack
+from anyflex.mask_structure.runs import PARTIAL
 from anyflex.tensors.allocation import no_memory_for
-from anyflex.tensors.torch_versions import kept_out_of_graphs
+from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tracing.mod_types import MaskMod
-from anyflex.tracing.trace import TracedMod, mod_kind, trace_mod
+from anyflex.tracing.trace import mod_kind, trace_mod
 
 __all__ = ["create_block_mask", "create_mask"]
 
 
+@outside_graphs
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -76,36 +77,6 @@ def create_block_mask(
         ModIndexError: an element that is looked at is live and reads outside of a captured tensor.
             What building needn't look at is checked when the mask is used.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _create_uncompiled(
-            mask_mod,
-            B,
-            H,
-            Q_LEN,
-            KV_LEN,
-            device,
-            BLOCK_SIZE,
-            separate_full_blocks,
-            dq_kv_order,
-            exact,
-        )
-    return _create(
-        mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, dq_kv_order, exact
-    )
-
-
-def _create(
-    mask_mod: MaskMod,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: torch.device | str | int | None,
-    BLOCK_SIZE: int | tuple[int, int],
-    separate_full_blocks: bool,
-    dq_kv_order: bool,
-    exact: bool,
-) -> BlockMask:
     batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
     block_size = checked_block_size(BLOCK_SIZE)
     wanted = None if device is None else checked_device(device)
@@ -128,27 +99,11 @@ def _create(
     # for more.
     alone = {"b": batch, "h": heads} if traced is not None else {}
     zero_alone = tuple(i for i, size in alone.items() if size == 1 and i in elements.depends)
-    budget = Budget(None if exact else DEFAULT_BUDGET)
-    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), budget)
-    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
+    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), exact)
     if not separate_full_blocks:
         runs = runs._replace(kind=torch.full_like(runs.kind, PARTIAL))
-    offsets, packed = pack(runs, batch, heads, rows, columns)
-    mask = BlockMask._assembled(
-        offsets,
-        packed,
-        lengths,
-        block_size,
-        traced,
-        opaque,
-        mask_mod,
-        from_captured=True,
-        zero_alone=zero_alone,
-    )
-    return mask.to(wanted)
-
-
-_create_uncompiled = kept_out_of_graphs(_create)
+    views = packed_views(runs, (batch, heads), lengths, block_size)
+    return BlockMask._assembled(views, traced, opaque, mask_mod, zero_alone).to(wanted)
 
 
 def create_mask(
@@ -168,10 +123,16 @@ def create_mask(
     batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
     wanted = None if device is None else checked_device(device)
     kind = mod_kind(mod_fn, "mod_fn")
+    traced, opaque = None, None
     if kind == "mask":
         traced, opaque = trace_mask_mod(mod_fn, wanted, sizes=(batch, heads, *lengths))
     else:
-        traced, opaque = _trace_score_mod(mod_fn)
+        try:
+            traced = trace_mod(mod_fn, "score")
+        except ModTraceError as error:
+            if not error.pure:
+                raise
+            opaque = mod_fn
     at_home = captured_device(traced)
     wanted = at_home if wanted is None else wanted
     elements = elements_of(traced, opaque, wanted, kind)
@@ -183,19 +144,9 @@ def create_mask(
         if told is None:
             raise
         raise told from error
-    for box in element_boxes(batch, heads, lengths, (1, 1)):
-        b0, b1, h0, h1, q0, q1, k0, k1 = box
-        mask[b0:b1, h0:h1, q0:q1, k0:k1] = live_elements(elements, box)
+    for box, live in live_boxes(elements, batch, heads, lengths):
+        mask[box] = live
     return mask
-
-
-def _trace_score_mod(function: Any) -> tuple[TracedMod | None, Any]:
-    try:
-        return trace_mod(function, "score"), None
-    except ModTraceError as error:
-        if not error.pure:
-            raise
-        return None, function
 
 
 def _sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> tuple[int, int, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,143 +10,90 @@ from torch import Tensor
 
 from anyflex.block_mask.elementwise_evaluation import Elements
 from anyflex.block_mask.undecided_blocks import Budget
-from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, runs_of_grid
+from anyflex.intervals.evaluation import Domain
+from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, joined, runs_of_grid
 
-__all__ = ["chunked_runs", "element_boxes", "live_elements"]
+__all__ = ["chunked_runs", "live_boxes"]
 
 _ELEMENTS = 1 << 20
-"""Number of elements evaluated at once; each takes about 10 bytes."""
+"""Number of elements evaluated at once, if a row has no more; each takes about 10 bytes."""
 
-Box = tuple[int, int, int, int, int, int, int, int]
-"""b0, b1, h0, h1, q0, q1, k0, k1; ends excluded."""
-
-
-def live_elements(elements: Elements, box: Box) -> Tensor:
-    """Return bool [b, h, q, k]: which elements of a box are live."""
-    b0, b1, h0, h1, q0, q1, k0, k1 = box
-    ends = ((b0, b1), (h0, h1), (q0, q1), (k0, k1))
-    return elements.live(*(torch.arange(*pair, device=elements.device) for pair in ends))
+Box = tuple[slice, slice, slice]
+"""Batch entries, heads and rows of elements; all keys."""
 
 
-def chunked_runs(
+def live_boxes(
     elements: Elements,
     batch: int,
     heads: int,
     lengths: tuple[int, int],
-    block_size: tuple[int, int],
-    budget: Budget,
-) -> RunList:
+    q_block: int = 1,
+    budget: Budget | None = None,
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield boxes that cover all rows in order, and bool [b, h, q, KV_LEN]: which elements are
+    live. It ends early where the budget does.
+
+    Args:
+        q_block: a box is some whole blocks of rows, or a part of one block.
+    """
+    q_length, kv_length = lengths
+    if not (batch and heads and q_length and kv_length):
+        return
+    rows = max(1, _ELEMENTS // kv_length)
+    block = min(q_block, q_length)
+    step = rows // block * block or rows
+    for b in _cut(0, batch, max(1, rows // (q_length * heads))):
+        for h in _cut(0, heads, max(1, rows // q_length)):
+            for whole in _cut(0, q_length, max(step, block)):
+                for q in _cut(whole.start, whole.stop, step):
+                    indices = [
+                        torch.arange(part.start, part.stop, device=elements.device)
+                        for part in (b, h, q, slice(0, kv_length))
+                    ]
+                    count = math.prod(index.numel() for index in indices)
+                    if budget is not None and not budget.take(count):
+                        return
+                    yield (b, h, q), elements.live(*indices)
+
+
+def chunked_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
     """Return the runs of all blocks; rows of blocks past the budget become PARTIAL."""
-    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
+    (q_length, _), (q_block, _) = domain.lengths, domain.block_size
+    rows, columns = (block_count(*p) for p in zip(domain.lengths, domain.block_size, strict=True))
     parts: list[RunList] = []
-    open_rows = torch.ones(batch * heads * rows, dtype=torch.bool, device="cpu")
-    place: tuple[int, int, int] | None = None
     some = every = torch.empty(0, device="cpu")
-
-    def close() -> None:
-        if place is not None:
-            for first, runs in _grid_runs(place, some, every, heads, rows):
-                open_rows[first : first + some.shape[2]] = False
-                parts.append(runs)
-
-    for box in element_boxes(batch, heads, lengths, block_size):
-        b0, b1, h0, h1, q0, q1, k0, k1 = box
-        if not budget.take((b1 - b0) * (h1 - h0) * (q1 - q0) * (k1 - k0)):
-            break
-        live = live_elements(elements, box)
-        some_here, every_here = _block_bounds(live, block_size)
-        # Boxes that differ in kv only, or lie in one row of blocks, fill one grid.
-        if place != (b0, h0, q0 // block_size[0]):
-            close()
-            place = (b0, h0, q0 // block_size[0])
-            some = some_here.new_zeros(*some_here.shape[:3], columns)
-            every = some_here.new_ones(*some_here.shape[:3], columns)
-        first = k0 // block_size[1]
-        some[..., first : first + some_here.shape[3]] |= some_here
-        every[..., first : first + some_here.shape[3]] &= every_here
-    else:
-        close()
-    rest = open_rows.nonzero().squeeze(1)
+    done = 0
+    boxes = live_boxes(elements, domain.batch, domain.heads, domain.lengths, q_block, budget)
+    for (_, _, q), live in boxes:
+        some_here, every_here = _block_bounds(live, domain.block_size)
+        first_part = q.start % q_block == 0
+        some = some_here if first_part else some | some_here
+        every = every_here if first_part else every & every_here
+        if q.stop % q_block == 0 or q.stop == q_length:
+            kinds = torch.where(every, FULL, torch.where(some, PARTIAL, 0)).to(torch.int8).cpu()
+            kinds = kinds.flatten(0, 2)
+            parts.append(runs_of_grid(kinds, done))
+            done += kinds.shape[0]
     if columns and budget.exceeded:
+        rest = torch.arange(done, domain.batch * domain.heads * rows, device="cpu")
         whole = (torch.zeros_like(rest), torch.full_like(rest, columns))
         parts.append(RunList(rest, *whole, torch.full_like(rest, PARTIAL)))
-    if not parts:
-        return RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))
-    return RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return joined(parts)
 
 
-def _grid_runs(
-    place: tuple[int, int, int], some: Tensor, every: Tensor, heads: int, rows: int
-) -> Iterator[tuple[int, RunList]]:
-    """Yield the first row and the runs of each batch entry and head of a grid."""
-    kinds = torch.where(every, FULL, torch.where(some, PARTIAL, 0)).to(torch.int8).cpu()
-    for b, grids in enumerate(kinds):
-        for h, grid in enumerate(grids):
-            first = ((place[0] + b) * heads + place[1] + h) * rows + place[2]
-            yield first, runs_of_grid(grid, first)
-
-
-def element_boxes(
-    batch: int, heads: int, lengths: tuple[int, int], block_size: tuple[int, int]
-) -> Iterator[Box]:
-    """Yield boxes of at most 2^20 elements that cover all.
-
-    Along q and kv a box is either whole blocks or a part of one block.
-    """
-    if not (batch and heads and lengths[0] and lengths[1]):
-        return
-    q_block, kv_block = min(block_size[0], lengths[0]), min(block_size[1], lengths[1])
-    q_step = min(q_block, max(1, _ELEMENTS // kv_block), _ELEMENTS)
-    kv_step = min(kv_block, _ELEMENTS)
-    if q_step == q_block and q_block * kv_block <= _ELEMENTS:
-        kv_step = _whole(_ELEMENTS // q_step, kv_block, lengths[1])
-        if kv_step >= lengths[1]:
-            q_step = _whole(_ELEMENTS // lengths[1], q_block, lengths[0])
-    rest = max(1, _ELEMENTS // (min(q_step, lengths[0]) * min(kv_step, lengths[1])))
-    h_step = min(heads, rest)
-    b_step = min(batch, max(1, rest // h_step)) if h_step == heads else 1
-    for b in range(0, batch, b_step):
-        for h in range(0, heads, h_step):
-            for q0, q1 in _intervals(lengths[0], q_block, q_step):
-                for k0, k1 in _intervals(lengths[1], kv_block, kv_step):
-                    yield b, min(b + b_step, batch), h, min(h + h_step, heads), q0, q1, k0, k1
-
-
-def _whole(room: int, block: int, length: int) -> int:
-    """Return the largest multiple of `block` within `room`, or one that covers `length`."""
-    return min(max(room // block, 1), block_count(length, block)) * block
-
-
-def _intervals(length: int, block: int, step: int) -> Iterator[tuple[int, int]]:
-    if step >= block:
-        for begin in range(0, length, step):
-            yield begin, min(begin + step, length)
-        return
-    for start in range(0, length, block):
-        for begin in range(start, min(start + block, length), step):
-            yield begin, min(begin + step, start + block, length)
+def _cut(begin: int, end: int, size: int) -> Iterator[slice]:
+    for start in range(begin, end, size):
+        yield slice(start, min(start + size, end))
 
 
 def _block_bounds(live: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return (some element is live, every element is live) bool [b, h, rows, columns]."""
+    q_side, kv_side = (min(pair) for pair in zip(block_size, live.shape[2:], strict=True))
+    missing = (0, -live.shape[3] % kv_side, 0, -live.shape[2] % q_side)
+    bounds = []
     # amax and amin of bytes are vectorised, 50 times as fast as any() and all() of bools.
-    values = live.contiguous().view(torch.uint8)
-    some, every = (
-        _reduced(_reduced(values, 2, block_size[0], largest), 3, block_size[1], largest)
-        for largest in (True, False)
-    )
-    return some.view(torch.bool), every.view(torch.bool)
-
-
-def _reduced(values: Tensor, dim: int, block: int, largest: bool) -> Tensor:
-    reduce = torch.amax if largest else torch.amin
-    whole = values.shape[dim] // block * block
-    parts = []
-    if whole:
-        head = values.narrow(dim, 0, whole)
-        head = head.view(*head.shape[:dim], -1, block, *head.shape[dim + 1 :])
-        parts.append(reduce(head, dim + 1))
-    if whole < values.shape[dim]:
-        tail = values.narrow(dim, whole, values.shape[dim] - whole)
-        parts.append(reduce(tail, dim, keepdim=True))
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    for reduce, neutral in ((torch.amax, 0), (torch.amin, 1)):
+        values = torch.nn.functional.pad(live.view(torch.uint8), missing, value=neutral)
+        in_rows = reduce(values.unflatten(2, (-1, q_side)), 3)
+        bounds.append(reduce(in_rows.unflatten(3, (-1, kv_side)), 4).view(torch.bool))
+    return bounds[0], bounds[1]

@@ -11,11 +11,11 @@ from anyflex.block_mask.mask_function import moved, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read, shifted_mod, shifted_opaque
 from anyflex.block_mask.structure_builder import built_runs, captured_device
-from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
 from anyflex.errors import BlockMaskError
 from anyflex.intervals.evaluation import Domain
+from anyflex.mask_structure.device_views import packed_views
 from anyflex.mask_structure.run_checks import checked_length
-from anyflex.mask_structure.runs import RunList, block_count, cut, pack, unpack_rows
+from anyflex.mask_structure.runs import RunList, block_count, cut, joined, unpack_rows
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
@@ -38,7 +38,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     rows = block_count(q_old, q_block) if q_new == q_old else q_old // q_block
     columns = block_count(kv_old, kv_block) if kv_new == kv_old else kv_old // kv_block
     ragged = rows * q_block < q_old or columns * kv_block < kv_old
-    if ragged and not mask._from_captured:
+    if ragged and mask._zero_alone is None:
         raise BlockMaskError(
             f"lengths {q_old, kv_old} end inside of a block of {mask.BLOCK_SIZE}, which its "
             "mask mod would have to decide anew, and this mask's structure was not built from its "
@@ -62,22 +62,17 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
         region = build_region(on_host, opaque, mask.device, *domain, q_range, kv_range)
         height = block_count(q_end - q_range[0], q_block)
         parts.append(_placed(region, height, new_rows, first_row, first_column))
-    runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    offsets, packed = pack(runs, batch, heads, new_rows, block_count(kv_new, kv_block))
+    views = packed_views(joined(parts), (batch, heads), (q_new, kv_new), mask.BLOCK_SIZE)
     at_home = traced
     if traced is not None and any(t.device != mask.device for t in traced.captured):
         at_home = moved(traced, mask.device)
     function = mask._mask_mod if mask_mod is None else mask_mod
     return mask._assembled(
-        offsets.to(mask.device),
-        packed.to(mask.device),
-        (q_new, kv_new),
-        mask.BLOCK_SIZE,
+        views.on(mask.device),
         at_home,
         opaque,
         function if at_home is traced else None,
-        from_captured=mask._from_captured,
-        zero_alone=mask._zero_alone,
+        mask._zero_alone,
     )
 
 
@@ -114,11 +109,9 @@ def build_region(
         elements = elements_of(None, shifted_opaque(opaque, shifts), device)
     lengths = (q_range[1] - q_range[0], kv_range[1] - kv_range[0])
     batch, heads = elements.grid(*grid)
-    budget = Budget(None if exact else DEFAULT_BUDGET)
-    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), budget)
-    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
-    offsets, packed = pack(runs, batch, heads, rows, columns)
-    return unpack_rows(offsets.expand(*grid, -1), packed)
+    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), exact)
+    views = packed_views(runs, (batch, heads), lengths, block_size)
+    return unpack_rows(views.offsets.expand(*grid, -1), views.runs)
 
 
 def _placed(runs: RunList, rows: int, new_rows: int, first_row: int, first_column: int) -> RunList:

@@ -12,6 +12,7 @@ from anyflex.block_mask.mask_function import (
     RebuiltMaskMod,
     check_reads,
     moved,
+    sliced_mask_mod,
     trace_mask_mod,
 )
 from anyflex.errors import BlockMaskError
@@ -27,7 +28,10 @@ from anyflex.tracing.trace import TracedMod
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MaskContent"]
+__all__ = ["FORMAT", "MaskContent"]
+
+FORMAT = 1
+"""Version of the state that pickle, copy and torch.save are given."""
 
 
 class MaskContent(BlockStructure):
@@ -51,10 +55,7 @@ class MaskContent(BlockStructure):
         traced: TracedMod | None,
         opaque: MaskMod | None,
         mask_mod: MaskMod | None,
-        *,
-        needs_mask_mod: bool = False,
-        from_captured: bool = False,
-        zero_alone: tuple[str, ...] = (),
+        zero_alone: tuple[str, ...] | None = None,
     ) -> None:
         # Past `__setattr__`, which refuses to change them.
         object.__setattr__(self, "offsets", offsets)
@@ -63,11 +64,10 @@ class MaskContent(BlockStructure):
         object.__setattr__(self, "BLOCK_SIZE", block_size)
         self.traced = traced
         self.opaque = opaque
-        self.needs_mask_mod = needs_mask_mod
+        self.needs_mask_mod = mask_mod is sliced_mask_mod
         self._mask_mod = mask_mod
-        # Whether the structure was computed from the mask mod, so that both agree on each element.
-        self._from_captured = from_captured
         # Indices ("b", "h") that the mask mod reads although the structure was built for 0 only.
+        # None where the structure wasn't computed from the mask mod: they needn't agree then.
         self._zero_alone = zero_alone
         # Structure for kernels where the mask is; None until it was checked.
         self.known_views: MaskViews | None = None
@@ -76,24 +76,62 @@ class MaskContent(BlockStructure):
         self._hash: int | None = None
 
     @classmethod
-    def _assembled(cls, *parts: Any, views: MaskViews | None = None, **flags: Any) -> Self:
-        """Make a mask of parts that are known to be right; arguments of `_fill`.
-
-        Args:
-            views: those of the parts, if they exist already.
-        """
-        mask = cls._unchecked(*parts, **flags)
-        if views is None:
-            views = MaskViews(mask.offsets, mask.runs, *mask.seq_lengths, mask.BLOCK_SIZE)
+    def _assembled(
+        cls,
+        views: MaskViews,
+        traced: TracedMod | None = None,
+        opaque: MaskMod | None = None,
+        mask_mod: MaskMod | None = None,
+        zero_alone: tuple[str, ...] | None = None,
+    ) -> Self:
+        """Make a mask of parts that are known to be right."""
+        sizes = (views.q_length, views.kv_length), views.block_size
+        mask = cls._unchecked(
+            views.offsets, views.runs, *sizes, traced, opaque, mask_mod, zero_alone
+        )
         mask.known_views = views_registry.shared(views)
         return mask
 
     @classmethod
-    def _unchecked(cls, *parts: Any, **flags: Any) -> Self:
-        """Make a mask of parts that its first use will check; Dynamo traces this."""
+    def _unchecked(cls, *parts: Any) -> Self:
+        """Make a mask of parts that its first use will check, see `_fill`; Dynamo traces this."""
         mask = cls.__new__(cls)
-        mask._fill(*parts, **flags)
+        mask._fill(*parts)
         return mask
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The traced mask mod has all information; the function itself may not be picklable.
+        traced = self.traced
+        return {
+            "format": FORMAT,
+            "offsets": self.offsets,
+            "runs": self.runs,
+            "seq_lengths": self.seq_lengths,
+            "block_size": self.BLOCK_SIZE,
+            "traced": traced and {name: getattr(traced, name) for name in TracedMod.__slots__},
+            "opaque": self.opaque,
+            "needs_mask_mod": self.needs_mask_mod,
+            "alone": self._zero_alone,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found = state.get("format")
+        if found != FORMAT:
+            raise BlockMaskError(
+                f"this block mask was saved in format {found}, and this version of anyflex reads "
+                f"format {FORMAT}: build it anew"
+            )
+        self._fill(
+            state["offsets"],
+            state["runs"],
+            state["seq_lengths"],
+            state["block_size"],
+            state["traced"] and TracedMod(**state["traced"]),
+            state["opaque"],
+            sliced_mask_mod if state["needs_mask_mod"] else state["opaque"],
+            state["alone"],
+        )
+        self.views()
 
     @property
     def mask_mod(self) -> MaskMod | None:
@@ -117,8 +155,7 @@ class MaskContent(BlockStructure):
             traced, opaque = trace_mask_mod(function, self.device, sizes=sizes)
         self._mask_mod, self.traced, self.opaque = function, traced, opaque
         self.needs_mask_mod = False
-        self._from_captured = False
-        self._zero_alone = ()
+        self._zero_alone = None
         self._moved.clear()
 
     def views(self, device: torch.device | None = None) -> MaskViews:
@@ -176,20 +213,13 @@ class MaskContent(BlockStructure):
             raise BlockMaskError(
                 f"this block mask is on meta, where it has no values, and can't move to {target}"
             )
-        views = self.views().on(target)
         traced = self.traced
         return self._assembled(
-            views.offsets,
-            views.runs,
-            self.seq_lengths,
-            self.BLOCK_SIZE,
+            self.views().on(target),
             moved(traced, target) if traced is not None else None,
             self.opaque,
             self._mask_mod if traced is None or not traced.captured else None,
-            views=views,
-            needs_mask_mod=self.needs_mask_mod,
-            from_captured=self._from_captured,
-            zero_alone=self._zero_alone,
+            self._zero_alone,
         )
 
     @outside_graphs

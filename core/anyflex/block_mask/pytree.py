@@ -78,8 +78,7 @@ def _unflatten(cls: type[Mask], leaves: Iterable[Any], context: _Context) -> Mas
         traced,
         opaque,
         sliced_mask_mod if needs_mask_mod else opaque,
-        needs_mask_mod=needs_mask_mod,
-        zero_alone=zero_alone,
+        zero_alone,
     )
 
 
@@ -90,12 +89,12 @@ def _to_json(context: _Context) -> Any:
             "a block mask whose mask_mod could not be traced can't be saved: write mask_mod with "
             "the operations of the documentation's table"
         )
-    saved_form = None if form is None else list(form)
-    return [list(block_size), saved_form, needs_mask_mod, list(zero_alone)]
+    return [block_size, form, needs_mask_mod, zero_alone]
 
 
 def _from_json(saved: Any) -> _Context:
-    block_size, form, needs_mask_mod, *zero_alone = saved
-    form = None if form is None else tuple(form)
-    alone = tuple(zero_alone[0]) if zero_alone else ()  # saved by a version without this field
-    return (tuple(block_size), form, None, needs_mask_mod, alone)
+    # JSON has no tuples.
+    block_size, form, needs_mask_mod, zero_alone = (
+        tuple(item) if isinstance(item, list) else item for item in saved
+    )
+    return block_size, form, None, needs_mask_mod, zero_alone

@@ -10,7 +10,7 @@ from torch import Tensor
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read
 from anyflex.errors import BlockMaskError
-from anyflex.mask_structure.device_views import MaskViews
+from anyflex.mask_structure.device_views import MaskViews, packed_views
 from anyflex.mask_structure.run_checks import checked_length
 from anyflex.mask_structure.runs import (
     FULL,
@@ -18,7 +18,6 @@ from anyflex.mask_structure.runs import (
     RunList,
     block_count,
     cut,
-    pack,
     padded,
     unpack_rows,
 )
@@ -48,7 +47,7 @@ def sliced_rows(
             )
         kv_length = kv_len
     views, place = row_range(mask.views(), start, stop, kv_length)
-    if place is not None and not mask._from_captured:
+    if place is not None and mask._zero_alone is None:
         raise BlockMaskError(
             f"rows {start}:{stop} begin inside of a block of {mask.BLOCK_SIZE[0]} rows, so that "
             f"row {list(place)} of blocks has a block made of two that differ in kind. Its mask "
@@ -99,8 +98,7 @@ def row_range(
         if wrong is not None:
             grid = wrong // max(rows, 1)
             place = (grid // heads, grid % heads, wrong % max(rows, 1))
-    offsets, runs = pack(sources, batch, heads, rows, columns)
-    made = MaskViews(offsets, runs, stop - start, kv_length, views.block_size)
+    made = packed_views(sources, (batch, heads), (stop - start, kv_length), views.block_size)
     return made.on(views.device), place
 
 

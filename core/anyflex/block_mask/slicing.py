@@ -11,15 +11,16 @@ from torch import Tensor
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read
 from anyflex.errors import BlockMaskError
-from anyflex.mask_structure.runs import gathered, pack
+from anyflex.mask_structure.device_views import MaskViews, packed_views
+from anyflex.mask_structure.runs import gathered
 
 __all__ = ["select"]
 
 _AXES = ("batch", "head", "q block")
 
 
-def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str, int | Tensor]]:
-    """Return (offsets, runs, q length, shifts) of a slice.
+def select(mask: MaskContent, index: Any) -> tuple[MaskViews, dict[str, int | Tensor]]:
+    """Return the structure of a slice, and its shifts.
 
     `shifts`: maps the mask mod's indices b, h and q_idx to those of the whole mask, where it reads
     them and they changed; see `anyflex.block_mask.offset_mask_mod`.
@@ -44,7 +45,7 @@ def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str
     runs = gathered(
         edges[..., :-1][place].reshape(-1), edges[..., 1:][place].reshape(-1), host.runs
     )
-    offsets, packed = pack(runs, b.numel(), h.numel(), r.numel(), host.kv_blocks)
+    chosen = packed_views(runs, (b.numel(), h.numel()), (length, host.kv_length), host.block_size)
     reads = indices_read(mask.traced, mask.opaque)
     rows = _row_shift(r, length, mask.seq_lengths[0], mask.BLOCK_SIZE[0])
     found = {"b": _shift(b), "h": _shift(h), "q_idx": rows}
@@ -53,7 +54,7 @@ def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str
         for name, shift in found.items()
         if name in reads and (isinstance(shift, Tensor) or shift)
     }
-    return offsets.to(views.device), packed.to(views.device), length, shifts
+    return chosen.on(views.device), shifts
 
 
 def _shift(positions: Tensor) -> int | Tensor:

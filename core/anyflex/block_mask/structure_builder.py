@@ -11,7 +11,7 @@ from anyflex.block_mask.dense_scan import chunked_runs
 from anyflex.block_mask.elementwise_evaluation import Elements, TracedElements
 from anyflex.block_mask.mask_function import captured_name
 from anyflex.block_mask.quad_tree import QuadTree
-from anyflex.block_mask.undecided_blocks import Budget
+from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
 from anyflex.errors import BlockMaskError, PerformanceWarning
 from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.runs import RunList
@@ -22,16 +22,16 @@ from anyflex.tracing.trace import TracedMod
 __all__ = ["built_runs", "captured_device"]
 
 
-def built_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
+def built_runs(elements: Elements, domain: Domain, exact: bool) -> RunList:
     """Return the runs of a domain, as `create_block_mask` decides them: blocks that the budget
     leaves undecided are PARTIAL, with one PerformanceWarning."""
+    budget = Budget(None if exact else DEFAULT_BUDGET)
     if isinstance(elements, TracedElements):
         tree = QuadTree(elements, domain, budget)
         runs = tree.build()
         undecided = tree.undecided_term()
     else:
-        sizes = (domain.batch, domain.heads, domain.lengths, domain.block_size)
-        runs = chunked_runs(elements, *sizes, budget)
+        runs = chunked_runs(elements, domain, budget)
         undecided = "the whole function, which can't be traced"
     if budget.exceeded:
         warnings.warn(
@@ -55,16 +55,12 @@ def captured_device(traced: TracedMod | None) -> torch.device:
     if traced is not None:
         for position, tensor in enumerate(traced.captured):
             if getattr(tensor, "fake_mode", None) is not None:
-                raise BlockMaskError(
-                    f"mask_mod reads {captured_name(traced, position)}, which is a fake tensor "
-                    "and has no values: a mask is built from values"
-                )
-            if tensor.device.type == "meta":
-                raise BlockMaskError(
-                    f"mask_mod reads {captured_name(traced, position)}, which is on device meta "
-                    "and has no values: a mask is built from values"
-                )
-            if reason := why_unreadable(tensor):
+                reason = "is a fake tensor and has no values: a mask is built from values"
+            elif tensor.device.type == "meta":
+                reason = "is on device meta and has no values: a mask is built from values"
+            else:
+                reason = why_unreadable(tensor)
+            if reason:
                 raise BlockMaskError(
                     f"mask_mod reads {captured_name(traced, position)}, which {reason}"
                 )

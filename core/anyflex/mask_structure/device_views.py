@@ -14,6 +14,7 @@ from anyflex.mask_structure.run_checks import check_values
 from anyflex.mask_structure.runs import (
     FULL,
     PARTIAL,
+    RunList,
     block_count,
     expand_rows,
     pack,
@@ -23,7 +24,7 @@ from anyflex.mask_structure.runs import (
 )
 from anyflex.mask_structure.to_index_lists import IndexLists, list_blocks
 
-__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews"]
+__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "packed_views"]
 
 Form = TypeVar("Form")
 _HOST = torch.device("cpu")
@@ -181,15 +182,25 @@ class MaskViews(_Referable):
         host = self.on(_HOST)
         if host is not self:
             return host.transposed().on(self.device)
-        batch, heads, _ = self.shape
         used = max(0, int(self.offsets[-1, -1, -1])) if self.offsets.numel() else 0
         # The caller of a compiled program may have passed anything, and transposing runs that
         # leave the mask would take any amount of memory.
         check_values(
             self.offsets, self.runs[:used], (self.q_length, self.kv_length), self.block_size
         )
-        listed = unpack(self.offsets, self.runs)
-        runs = transpose(listed, batch * heads, self.q_blocks, self.kv_blocks)
-        offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
+        runs = transpose(unpack(self.offsets, self.runs), self.q_blocks, self.kv_blocks)
         sizes = (self.block_size[1], self.block_size[0])
-        return MaskViews(offsets, packed, self.kv_length, self.q_length, sizes)
+        return packed_views(runs, self.shape[:2], (self.kv_length, self.q_length), sizes)
+
+
+def packed_views(
+    runs: RunList, grids: tuple[int, ...], lengths: tuple[int, int], block_size: tuple[int, int]
+) -> MaskViews:
+    """Return the views, on the CPU, of runs in any order.
+
+    Args:
+        grids: (B', H').
+        lengths, block_size: (q, kv), in elements.
+    """
+    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
+    return MaskViews(*pack(runs, grids[0], grids[1], rows, columns), *lengths, block_size)

@@ -6,21 +6,22 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.device_views import MaskViews, packed_views
 from anyflex.mask_structure.run_checks import checked_block_size, checked_lengths, refuse_meta
-from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, pack
+from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, joined
 
-__all__ = ["runs_of_lists", "runs_while_compiling"]
+__all__ = ["runs_while_compiling", "views_of_lists"]
 
 
-def runs_of_lists(
+def views_of_lists(
     kv_num_blocks: Tensor,
     kv_indices: Tensor,
     full_kv_num_blocks: Tensor | None,
     full_kv_indices: Tensor | None,
     block_size: int | tuple[int, int],
     seq_lengths: tuple[int, int] | None,
-) -> tuple[Tensor, Tensor, tuple[int, int], tuple[int, int]]:
-    """Return (offsets, runs, seq_lengths, block_size) on the lists' device.
+) -> MaskViews:
+    """Return the structure that lists say, on their device.
 
     Arguments as for `BlockMask.from_kv_blocks`. Raises BlockMaskError.
     """
@@ -45,8 +46,7 @@ def runs_of_lists(
             f"kv_num_blocks has {listed_rows} rows of blocks, and Q_LEN {lengths[0]} has {rows} "
             f"of {sizes[0]}; a slice needs its own seq_lengths"
         )
-    offsets, runs = pack(listed, batch, heads, rows, columns)
-    return offsets.to(kv_indices.device), runs.to(kv_indices.device), lengths, sizes
+    return packed_views(listed, (batch, heads), lengths, sizes).on(kv_indices.device)
 
 
 def runs_while_compiling(
@@ -124,7 +124,7 @@ def _listed_runs(
         raise BlockMaskError(
             f"kv_num_blocks and full_kv_num_blocks differ in shape: {sorted(shapes)}"
         )
-    runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    runs = joined(parts)
     key, order = torch.sort(runs.row * max(columns, 1) + runs.first)
     twice = (key[1:] == key[:-1]).nonzero()
     counts = _four_dimensional(lists[0][1], 3)

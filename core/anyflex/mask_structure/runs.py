@@ -7,6 +7,7 @@ and `kind`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ __all__ = [
     "cut",
     "expand_rows",
     "gathered",
+    "joined",
     "merged",
     "pack",
     "padded",
     "runs_of_grid",
+    "spread",
     "transpose",
     "unpack",
     "unpack_rows",
@@ -50,6 +53,12 @@ class RunList(NamedTuple):
 def block_count(length: int, block_size: int) -> int:
     """Return how many blocks cover `length`; the last one may be ragged."""
     return -(-length // block_size)
+
+
+def joined(parts: Iterable[RunList]) -> RunList:
+    """Return the runs of all parts, in the order given."""
+    none = RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))
+    return RunList(*(torch.cat(column) for column in zip(none, *parts, strict=True)))
 
 
 def merged(runs: RunList, columns: int) -> RunList:
@@ -111,10 +120,15 @@ def unpack_rows(offsets: Tensor, runs: Tensor) -> RunList:
 
 def gathered(begins: Tensor, ends: Tensor, runs: Tensor) -> RunList:
     """Return, as runs of row i, ``runs[begins[i]:ends[i]]``; int64 [rows] each."""
-    counts = ends - begins
-    row = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
-    inside = torch.arange(row.numel(), device="cpu") - (counts.cumsum(0) - counts)[row]
+    row, inside = spread(ends - begins)
     return RunList(row, *runs[begins[row] + inside].to(torch.int64).unbind(1))
+
+
+def spread(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int64 (owner, place): ``counts[i]`` entries of owner i, with places 0, 1, ..."""
+    owner = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
+    place = torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
+    return owner, place
 
 
 def cut(runs: RunList, columns: int) -> RunList:
@@ -131,8 +145,6 @@ def runs_of_grid(grid: Tensor, first_row: int) -> RunList:
         first_row: the number of the grid's first row.
     """
     rows, columns = grid.shape
-    if not rows or not columns:
-        return RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))
     edge = torch.zeros(rows, columns + 2, dtype=grid.dtype, device="cpu")
     edge[:, 1:-1] = grid
     # A run of no blocks closes every row, so that each run's end is the next change.
@@ -152,7 +164,7 @@ def expand_rows(runs: RunList, first_row: int, rows: int, columns: int) -> Tenso
     return change.cumsum(1, dtype=torch.int8)[:, :columns]
 
 
-def transpose(runs: RunList, grids: int, rows: int, columns: int) -> RunList:
+def transpose(runs: RunList, rows: int, columns: int) -> RunList:
     """Return the same blocks as runs along the columns: O(n log n) in runs read and written.
 
     A run of column c starts at the rows where c is covered and was not in the row above, and ends
@@ -160,13 +172,12 @@ def transpose(runs: RunList, grids: int, rows: int, columns: int) -> RunList:
     all blocks.
 
     Args:
-        grids: batch times heads; `rows` and `columns` are the blocks of one grid.
+        rows, columns: the blocks of one grid.
 
     Returns:
         Runs whose row is ``grid * columns + column`` and whose first and end count rows.
     """
-    parts = [_transpose_kind(runs, kind, rows, columns) for kind in (FULL, PARTIAL)]
-    return RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return joined(_transpose_kind(runs, kind, rows, columns) for kind in (FULL, PARTIAL))
 
 
 def _transpose_kind(runs: RunList, kind: int, rows: int, columns: int) -> RunList:
@@ -196,9 +207,7 @@ def _columns_between(place: Tensor, chosen: Tensor, rows: int, columns: int) -> 
     """Return each (column, row) from chosen places up to the next place, sorted, as one number."""
     index = chosen.nonzero().squeeze(1)
     begin, end = place[index], place[index + 1]
-    length = end - begin
-    owner = torch.arange(index.numel(), device="cpu").repeat_interleave(length)
-    inside = torch.arange(owner.numel(), device="cpu") - (length.cumsum(0) - length)[owner]
+    owner, inside = spread(end - begin)
     at = begin[owner] + inside
     line, column = at // (columns + 1), at % (columns + 1)
     grid, row = line // (rows + 1), line % (rows + 1)
