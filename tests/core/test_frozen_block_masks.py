@@ -93,6 +93,18 @@ def test_a_copy_on_another_device_is_kept_until_a_captured_tensor_changes() -> N
     assert mask.on(elsewhere) is mask.on(elsewhere)
 
 
+def test_a_copy_with_tensors_of_inference_mode_is_not_kept() -> None:
+    """They count no changes, so that nothing would tell that the copy is stale."""
+    with torch.inference_mode():
+        ids = torch.arange(LENGTH) // 20
+        mask = anyflex.create_block_mask(
+            lambda b, h, q, k: ids[q] == ids[k], None, None, LENGTH, LENGTH
+        )
+        elsewhere = torch.device("meta")
+        assert mask.on(elsewhere) is not mask.on(elsewhere)
+        assert mask.on(elsewhere).views() is mask.on(elsewhere).views()
+
+
 def test_the_mask_mod_of_a_mask_may_be_assigned() -> None:
     mask = anyflex.create_block_mask(causal, None, None, LENGTH, LENGTH, BLOCK_SIZE=16)
     mask.mask_mod = lambda b, h, q, k: q > k

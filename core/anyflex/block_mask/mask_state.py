@@ -182,12 +182,15 @@ class MaskContent(BlockStructure):
 
     def on(self, device: torch.device) -> Self:
         """Return this mask on `device`, its captured tensors included. The copy is kept, and made
-        again when a captured tensor has been changed in place since."""
+        again when a captured tensor has been changed in place since. It isn't kept where one was
+        made under inference mode, which counts no changes."""
         if self.known_views is None:
             self.views()
         if self._is_on(device):
             return self
         captured = self.traced.captured if self.traced is not None else ()
+        if any(tensor.is_inference() for tensor in captured):
+            return self.to(device)
         versions = [version_counter(tensor) for tensor in captured]
         kept = self._moved.get(device)
         if kept is None or kept[0] != versions:
