@@ -357,3 +357,26 @@ def test_a_drawing_takes_a_list_an_unbounded_side_and_no_heads_at_all() -> None:
 
 def test_every_error_of_a_block_mask_is_an_anyflex_error_and_a_value_error() -> None:
     assert issubclass(BlockMaskError, (AnyflexError, ValueError))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (48, 16), (8, 200), (20, 70), (512, 512)])
+def test_blocks_of_another_size_hold_the_kinds_of_those_that_they_touch(
+    size: tuple[int, int],
+) -> None:
+    mask = create_block_mask(
+        lambda b, h, q, k: (q + 9 * h >= k) & (k // 40 != 1), 1, 3, 150, 170, BLOCK_SIZE=16
+    )
+    views = mask.views()
+    kinds, made = views.dense(), views.in_blocks(size)
+    assert made is views.in_blocks(size) and views.in_blocks((16, 16)) is views
+    assert (made.block_size, made.q_length, made.kv_length) == (size, 150, 170)
+    found = made.dense()
+    assert found.shape[2:] == (-(-150 // size[0]), -(-170 // size[1]))
+    for row in range(found.shape[2]):
+        for column in range(found.shape[3]):
+            rows = slice(row * size[0] // 16, -(-min((row + 1) * size[0], 150) // 16))
+            columns = slice(column * size[1] // 16, -(-min((column + 1) * size[1], 170) // 16))
+            touched = kinds[:, :, rows, columns].flatten(2)
+            wanted = torch.where((touched == FULL).all(2), FULL, PARTIAL)
+            wanted = wanted.masked_fill((touched == 0).all(2), 0)
+            assert torch.equal(found[:, :, row, column].long(), wanted)

@@ -18,6 +18,7 @@ from anyflex.mask_structure.runs import (
     block_count,
     expand_rows,
     pack,
+    runs_of_grid,
     transpose,
     unpack,
     unpack_rows,
@@ -124,6 +125,14 @@ class MaskViews(_Referable):
             return lists
         return IndexLists(*(getattr(lists, name).to(self.device) for name in lists.__slots__))
 
+    def in_blocks(self, block_size: tuple[int, int]) -> MaskViews:
+        """Return the structure in blocks of another size: FULL where all blocks that one touches
+        are, not visited where none of them is, else PARTIAL, and then these views say which of its
+        elements are visited. Memory is O(Qb * Kb)."""
+        if block_size == self.block_size:
+            return self
+        return self.once(("in_blocks", block_size), MaskViews, lambda: self._in_blocks(block_size))
+
     def dense(self) -> Tensor:
         """Return int8 [B', H', Qb, Kb]: 0 not visited, 1 FULL, 2 PARTIAL. Kept: don't write."""
         return self.once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
@@ -177,6 +186,26 @@ class MaskViews(_Referable):
         )
         # The copy derives its forms from this object where this one is on the host already.
         return copy.with_copy(self)
+
+    def _in_blocks(self, block_size: tuple[int, int]) -> MaskViews:
+        host = self.on(_HOST)
+        if host is not self:
+            return host.in_blocks(block_size).on(self.device)
+        lengths = (self.q_length, self.kv_length)
+        counts = [self.dense() != 0, self.dense() == FULL]
+        touched = torch.ones((), dtype=torch.int64, device="cpu")
+        for axis, length in enumerate(lengths):
+            old, new = self.block_size[axis], block_size[axis]
+            first = torch.arange(block_count(length, new), device="cpu") * new
+            first, end = first // old, ((first + new).clamp(max=length) + old - 1) // old
+            for place, count in enumerate(counts):
+                sums = torch.nn.functional.pad(count.movedim(2 + axis, -1).cumsum(-1), (1, 0))
+                counts[place] = (sums[..., end] - sums[..., first]).movedim(-1, 2 + axis)
+            touched = touched[..., None] * (end - first)
+        visited, full = counts
+        kinds = torch.where(full == touched, FULL, torch.where(visited > 0, PARTIAL, 0))
+        runs = runs_of_grid(kinds.flatten(0, 2).to(torch.int8), 0)
+        return packed_views(runs, self.shape[:2], lengths, block_size)
 
     def _transpose(self) -> MaskViews:
         host = self.on(_HOST)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from anyflex.plugin import FULL, MaskViews
+from anyflex.plugin import MaskViews
 from anyflex_flash4.bands import Band, follows
 
 __all__ = ["TILE", "Lists", "fits_tiles", "follows_once", "kinds_of", "lists_of"]
@@ -16,7 +14,6 @@ __all__ = ["TILE", "Lists", "fits_tiles", "follows_once", "kinds_of", "lists_of"
 TILE = 128
 """Elements of a tile: of keys, in both directions, up to head dim 128; blocks of queries are
 multiples of it."""
-_KEPT = "anyflex_flash4"
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,7 @@ def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
     `kinds_of` says which blocks in it are visited.
     """
     if not fits_tiles(views.block_size):
-        forward, transposed = _kept(views, "tiles", lambda: _tile_lists(views))
-        found: Lists = transposed if backward else forward
-        return found
+        views = views.in_blocks((TILE, TILE))
     lists = (views.transposed() if backward else views).index_lists()
     return Lists(
         lists.kv_num_blocks,
@@ -74,52 +69,4 @@ def kinds_of(views: MaskViews) -> tuple[Tensor, tuple[int, int, int, int]]:
 
 def follows_once(views: MaskViews, band: Band) -> bool:
     """`follows`, evaluated once a mask."""
-    return bool(_kept(views, band, lambda: follows(views, band)))
-
-
-def _kept(views: MaskViews, name: object, make: Any) -> Any:
-    """Derived forms, made once a mask and kept on a tensor of the views."""
-    made: dict[object, Any] | None = getattr(views.offsets, _KEPT, None)
-    if made is None:
-        made = {}
-        setattr(views.offsets, _KEPT, made)
-    if name not in made:
-        made[name] = make()
-    return made[name]
-
-
-def _tiles(views: MaskViews) -> tuple[Tensor, Tensor]:
-    """(PARTIAL, FULL) of each tile, bool [B', H', q tiles, kv tiles]."""
-    kinds = views.dense()
-    some, lacking = kinds != 0, kinds != FULL
-    for axis, (block, length) in enumerate(
-        zip(views.block_size, (views.q_length, views.kv_length), strict=True), start=2
-    ):
-        some, lacking = (_any_in_tiles(each, axis, block, length) for each in (some, lacking))
-    return some & lacking, ~lacking
-
-
-def _any_in_tiles(blocks: Tensor, axis: int, block: int, length: int) -> Tensor:
-    """Whether any block that a tile touches is True, along one axis."""
-    first = torch.arange(-(-length // TILE), device=blocks.device) * TILE
-    end = (first + TILE).clamp(max=length)
-    sums = blocks.to(torch.int32).cumsum(axis)
-    sums = torch.cat([torch.zeros_like(sums.narrow(axis, 0, 1)), sums], axis)
-    after = sums.index_select(axis, (end + block - 1) // block)
-    return after > sums.index_select(axis, first // block)
-
-
-def _tile_lists(views: MaskViews) -> tuple[Lists, Lists]:
-    """Lists of tiles for forward, and for backward."""
-    partial, full = _tiles(views)
-    forward = Lists(*_listed(partial), *_listed(full), (TILE, TILE))
-    return forward, Lists(*_listed(partial.mT), *_listed(full.mT), (TILE, TILE))
-
-
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Bool [B', H', rows, columns] as counts and indices, those that are True first."""
-    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    # Sorting a transposed tensor gives a transposed one, and `contiguous` leaves the stride of a
-    # single column unchanged: FlashAttention-4 refuses both.
-    indices = torch.empty(blocks.shape, dtype=torch.int32, device=blocks.device).copy_(order)
-    return blocks.sum(-1, dtype=torch.int32), indices
+    return views.once(("anyflex_flash4", band), bool, lambda: follows(views, band))
