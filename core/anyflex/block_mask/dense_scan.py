@@ -94,6 +94,6 @@ def _block_bounds(live: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, Te
     # amax and amin of bytes are vectorised, 50 times as fast as any() and all() of bools.
     for reduce, neutral in ((torch.amax, 0), (torch.amin, 1)):
         values = torch.nn.functional.pad(live.view(torch.uint8), missing, value=neutral)
-        in_rows = reduce(values.unflatten(2, (-1, q_side)), 3)
-        bounds.append(reduce(in_rows.unflatten(3, (-1, kv_side)), 4).view(torch.bool))
+        in_rows = reduce(torch.unflatten(values, 2, (-1, q_side)), 3)
+        bounds.append(reduce(torch.unflatten(in_rows, 3, (-1, kv_side)), 4).view(torch.bool))
     return bounds[0], bounds[1]

@@ -13,12 +13,12 @@ from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.device_views import MaskViews, packed_views
 from anyflex.mask_structure.run_checks import checked_length
 from anyflex.mask_structure.runs import (
-    FULL,
     PARTIAL,
-    RunList,
     block_count,
     cut,
+    expand_rows,
     padded,
+    runs_of_grid,
     unpack_rows,
 )
 
@@ -86,18 +86,25 @@ def row_range(
         if views is host:
             return taken, None
         return _copied_rows(views, host, first, end, sizes).with_copy(taken), None
-    batch, heads, _ = host.offsets.shape
+    batch, heads, _ = host.shape
     sources = unpack_rows(host.offsets[:, :, first : end + 1], host.runs)
     columns = block_count(kv_length, views.block_size[1])
     if not same_columns:
         sources = cut(sources, columns)
-    rows = block_count(stop - start, block)
     place = None
     if not whole:
-        sources, wrong = _combined(sources, batch * heads, end - first, rows, columns)
-        if wrong is not None:
-            grid = wrong // max(rows, 1)
-            place = (grid // heads, grid % heads, wrong % max(rows, 1))
+        kinds = expand_rows(sources, batch * heads * (end - first), columns)
+        kinds = kinds.view(batch, heads, end - first, columns)
+        rows = block_count(stop - start, block)
+        # Each row of blocks lies over two, the last one perhaps over one alone.
+        upper, lower = kinds[:, :, :rows], kinds[:, :, 1 : rows + 1]
+        lower = torch.cat([lower, upper[:, :, lower.shape[2] :]], 2)
+        differ = (upper != lower).nonzero()
+        if differ.numel():
+            b, h, row, _ = differ[0].tolist()
+            place = (b, h, row)
+        grid = torch.where(upper == lower, upper, PARTIAL).flatten(0, 2)
+        sources = runs_of_grid(grid.to(torch.int8), 0)
     made = packed_views(sources, (batch, heads), (stop - start, kv_length), views.block_size)
     return made.on(views.device), place
 
@@ -129,39 +136,3 @@ def _copied_rows(
     place = torch.arange(total, device=views.device) + (begins.view(-1) - before)[grid]
     offsets = edges - begins + before.view(batch, heads, 1)
     return MaskViews(offsets.to(torch.int32), padded(views.runs[place]), *sizes)
-
-
-def _combined(
-    sources: RunList, grids: int, source_rows: int, rows: int, columns: int
-) -> tuple[RunList, int | None]:
-    """Return the runs of rows that lie over two source rows each, and the first row that has a
-    block over blocks of different kinds.
-
-    Source row i is half of target row i - 1 and half of target row i. Edges are sorted and summed:
-    between two of them the number of visited, and of FULL, source blocks doesn't change.
-    """
-    grid, row = sources.row // source_rows, sources.row % source_rows
-    stride = columns + 1
-    places, kinds = [], []
-    for target in (row - 1, row):
-        chosen = ((target >= 0) & (target < rows)).nonzero().squeeze(1)
-        here = (grid[chosen] * rows + target[chosen]) * stride
-        places += [here + sources.first[chosen], here + sources.end[chosen]]
-        full = (sources.kind[chosen] == FULL).to(torch.int64)
-        one = torch.ones_like(full)
-        kinds += [torch.stack([one, full]), -torch.stack([one, full])]
-    place, group = torch.unique(torch.cat(places), return_inverse=True)
-    sums = torch.zeros(2, place.numel(), dtype=torch.int64, device="cpu").index_add_(
-        1, group, torch.cat(kinds, 1)
-    )
-    visited, full = sums.cumsum(1)
-    # The last target row may have a single source row left.
-    lone = (place // stride % rows + 1 >= source_rows).to(torch.int64) if rows else place
-    wanted = 2 - lone
-    kind = torch.where(visited == 0, 0, torch.where(full == wanted, FULL, PARTIAL))
-    begin = kind.nonzero().squeeze(1)
-    same = (full == wanted) | ((full == 0) & (visited == wanted))
-    differ = ((visited > 0) & ~same).nonzero()
-    line = place // stride
-    runs = RunList(line[begin], place[begin] % stride, place[begin + 1] % stride, kind[begin])
-    return runs, int(line[differ[0]]) if differ.numel() else None

@@ -173,7 +173,7 @@ class MaskViews(_Referable):
                 f"rows {q_block_begin}:{q_block_end} of {self.q_blocks} rows of blocks"
             )
         runs = unpack_rows(host.offsets[:, :, q_block_begin : q_block_end + 1], host.runs)
-        grid = expand_rows(runs, 0, batch * heads * rows, self.kv_blocks)
+        grid = expand_rows(runs, batch * heads * rows, self.kv_blocks)
         return grid.view(batch, heads, rows, self.kv_blocks).to(self.device)
 
     def _copied(self, device: torch.device) -> MaskViews:
@@ -199,7 +199,8 @@ class MaskViews(_Referable):
             first = torch.arange(block_count(length, new), device="cpu") * new
             first, end = first // old, ((first + new).clamp(max=length) + old - 1) // old
             for place, count in enumerate(counts):
-                sums = torch.nn.functional.pad(count.movedim(2 + axis, -1).cumsum(-1), (1, 0))
+                sums = count.movedim(2 + axis, -1).cumsum(-1, dtype=torch.int32)
+                sums = torch.nn.functional.pad(sums, (1, 0))
                 counts[place] = (sums[..., end] - sums[..., first]).movedim(-1, 2 + axis)
             touched = touched[..., None] * (end - first)
         visited, full = counts

@@ -154,13 +154,12 @@ def runs_of_grid(grid: Tensor, first_row: int) -> RunList:
     return RunList(row[begin] + first_row, column[begin], column[begin + 1], kind[begin])
 
 
-def expand_rows(runs: RunList, first_row: int, rows: int, columns: int) -> Tensor:
-    """Return the kinds of `rows` consecutive rows as int8 [rows, columns], 0 where no run is."""
+def expand_rows(runs: RunList, rows: int, columns: int) -> Tensor:
+    """Return the kinds of `rows` rows as int8 [rows, columns], 0 where no run is."""
     change = torch.zeros(rows, columns + 1, dtype=torch.int8, device="cpu")
     kind = runs.kind.to(torch.int8)
-    row = runs.row - first_row
-    change.index_put_((row, runs.first), kind, accumulate=True)
-    change.index_put_((row, runs.end), -kind, accumulate=True)
+    change.index_put_((runs.row, runs.first), kind, accumulate=True)
+    change.index_put_((runs.row, runs.end), -kind, accumulate=True)
     return change.cumsum(1, dtype=torch.int8)[:, :columns]
 
 
