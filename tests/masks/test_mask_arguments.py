@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a window of another rank": (
         lambda: masks.neighbourhood((8, 8), (3,)),
         ArgumentError,
-        "neighbourhood: window must be one int or 2, one for each dimension of the grid, got 1",
+        "neighbourhood: window must be one value or 2, one for each dimension of the grid, got 1",
     ),
     "a window larger than the grid": (
         lambda: masks.neighbourhood((8, 4), 5),
@@ -212,12 +212,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "causal flags of another rank": (
         lambda: masks.neighbourhood((8, 8), 3, causal=(True,)),
         ArgumentError,
-        "neighbourhood: causal must be one bool or 2, one for each dimension",
+        "neighbourhood: causal must be one value or 2, one for each dimension",
     ),
     "causal flags that are ints": (
         lambda: masks.neighbourhood((8, 8), 3, causal=(True, 0)),  # type: ignore[arg-type]
         ArgumentTypeError,
-        "neighbourhood: causal must hold bools, got int",
+        "neighbourhood: causal must be a bool, got int",
     ),
     "a parent that isn't there": (
         lambda: masks.tree(torch.tensor([-1, 0, 3])),

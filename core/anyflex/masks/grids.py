@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.mods.factory_arguments import checked_bool, checked_int, checked_sizes
+from anyflex.errors import ArgumentError
+from anyflex.mods.factory_arguments import checked_bool, checked_each, checked_int
 from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["neighbourhood"]
@@ -53,10 +54,11 @@ def neighbourhood(
         raise ArgumentError(
             f"neighbourhood: grid must have one to three dimensions, got {len(sizes)}."
         )
-    sizes = tuple(checked_int("neighbourhood: grid", size, 1) for size in sizes)
-    windows = checked_sizes("neighbourhood: window", window, len(sizes), 1)
-    dilations = checked_sizes("neighbourhood: dilation", dilation, len(sizes), 1)
-    flags = _checked_flags(causal, len(sizes))
+    positive = partial(checked_int, least=1)
+    sizes = checked_each("neighbourhood: grid", sizes, len(sizes), positive)
+    windows = checked_each("neighbourhood: window", window, len(sizes), positive)
+    dilations = checked_each("neighbourhood: dilation", dilation, len(sizes), positive)
+    flags = checked_each("neighbourhood: causal", causal, len(sizes), checked_bool)
     for size, width, step in zip(sizes, windows, dilations, strict=True):
         if width * step > size:
             raise ArgumentError(
@@ -78,22 +80,6 @@ def neighbourhood(
         return live
 
     return neighbourhood_mask
-
-
-def _checked_flags(causal: Any, count: int) -> tuple[bool, ...]:
-    if not isinstance(causal, (tuple, list)):
-        return (checked_bool("neighbourhood: causal", causal),) * count
-    if len(causal) != count:
-        raise ArgumentError(
-            f"neighbourhood: causal must be one bool or {count}, one for each dimension of the "
-            f"grid, got {len(causal)}."
-        )
-    for flag in causal:
-        if not isinstance(flag, bool):
-            raise ArgumentTypeError(
-                f"neighbourhood: causal must hold bools, got {type(flag).__name__}."
-            )
-    return tuple(causal)
 
 
 def _near(q_idx: Tensor, kv_idx: Tensor, part: _Axis, outermost: bool) -> Any:

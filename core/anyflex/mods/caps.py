@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.mods.factory_arguments import checked_bool
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tracing.mod_types import ScoreMod
 
@@ -42,11 +43,7 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     # Not math.isfinite, which Dynamo can't follow for a float that changes between calls.
     if not (cap > 0 and cap - cap == 0):
         fail("ArgumentError", f"softcap: cap must be positive and finite, got {cap}.")
-    if not isinstance(approximate, bool):
-        fail(
-            "ArgumentTypeError",
-            f"softcap: approximate must be a bool, got {type(approximate).__name__}.",
-        )
+    checked_bool("softcap: approximate", approximate)
     limit = float(cap)
 
     def softcap_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:

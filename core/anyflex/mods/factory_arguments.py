@@ -8,7 +8,7 @@ it, so that a model may make its mods in `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ __all__ = [
     "check_one_device",
     "check_tensor",
     "checked_bool",
+    "checked_each",
     "checked_int",
-    "checked_sizes",
     "number_at",
     "query_position",
     "table_at",
 ]
+
+Checked = TypeVar("Checked")
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """dtypes of ids, which are only compared."""
@@ -61,22 +63,23 @@ def checked_bool(argument: str, value: Any) -> bool:
     return value
 
 
-def checked_sizes(argument: str, value: Any, count: int, least: int) -> tuple[int, ...]:
-    """Return `count` ints that are at least `least`, from a tuple or from one int for all.
+def checked_each(
+    argument: str, value: Any, count: int, check: Callable[[str, Any], Checked]
+) -> tuple[Checked, ...]:
+    """Return what `check` returns for `count` values, from a tuple or from one value for all.
 
     Raises:
-        ArgumentTypeError: neither an int nor a tuple or list of ints.
-        ArgumentError: another number of ints, or one below `least`.
+        ArgumentTypeError, ArgumentError: as `check`, or for another number of values.
     """
     if not isinstance(value, (tuple, list)):
-        return (checked_int(argument, value, least),) * count
+        return (check(argument, value),) * count
     if len(value) != count:
         fail(
             "ArgumentError",
-            f"{argument} must be one int or {count}, one for each dimension of the grid, got "
+            f"{argument} must be one value or {count}, one for each dimension of the grid, got "
             f"{len(value)}.",
         )
-    return tuple(checked_int(argument, item, least) for item in value)
+    return tuple([check(argument, item) for item in value])
 
 
 def check_tensor(
