@@ -53,12 +53,12 @@ def test_a_cell_counts_the_blocks_in_it(seed: int) -> None:
     kinds = mask.views().dense()
     rows, columns = rng.randint(1, 9), rng.randint(1, 9)
     for b, h in itertools.product(range(2), range(2)):
-        grid = coarse_grid(mask.views(), b, h, rows, columns)
-        for i, j in itertools.product(range(grid.size.shape[0]), range(grid.size.shape[1])):
+        full, partial, size = coarse_grid(mask.views(), b, h, rows, columns)
+        for i, j in itertools.product(range(size.shape[0]), range(size.shape[1])):
             cell = kinds[b, h, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            assert int(grid.full[i, j]) == int((cell == 1).sum())
-            assert int(grid.partial[i, j]) == int((cell == 2).sum())
-            assert int(grid.size[i, j]) == cell.numel() > 0
+            assert int(full[i, j]) == int((cell == 1).sum())
+            assert int(partial[i, j]) == int((cell == 2).sum())
+            assert int(size[i, j]) == cell.numel() > 0
 
 
 def test_a_plot_shows_each_block_in_its_colour(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,27 +20,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def structure_hash(views: MaskViews) -> int:
     """Return a hash of lengths, block size and runs. Reads a device's runs once, on the host."""
     host = views.on(_CPU)
-    used = host.runs[: _count(host.offsets)]
-    return hash(
-        (
-            host.q_length,
-            host.kv_length,
-            host.block_size,
-            host.offsets.shape,
-            _content(host.offsets),
-            _content(used),
-        )
-    )
+    used = (*host.offsets.flatten().tolist(), *_used_runs(host).flatten().tolist())
+    return hash((host.q_length, host.kv_length, host.block_size, host.shape, used))
 
 
-def _content(tensor: Tensor) -> bytes:
-    # Hashed without numpy, which torch works without.
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
-
-
-def _count(offsets: Tensor) -> int:
-    return int(offsets[-1, -1, -1]) if offsets.numel() else 0
+def _used_runs(host: MaskViews) -> Tensor:
+    return host.runs[: int(host.offsets[-1, -1, -1]) if host.offsets.numel() else 0]
 
 
 def same_structure(a: MaskViews, b: MaskViews) -> bool:
@@ -49,10 +33,7 @@ def same_structure(a: MaskViews, b: MaskViews) -> bool:
     if (a.q_length, a.kv_length, a.block_size) != (b.q_length, b.kv_length, b.block_size):
         return False
     a, b = a.on(_CPU), b.on(_CPU)
-    if not torch.equal(a.offsets, b.offsets):
-        return False
-    count = _count(a.offsets)
-    return torch.equal(a.runs[:count], b.runs[:count])
+    return torch.equal(a.offsets, b.offsets) and torch.equal(_used_runs(a), _used_runs(b))
 
 
 def same_mod(a: TracedMod | None, b: TracedMod | None) -> bool:

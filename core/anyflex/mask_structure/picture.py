@@ -38,9 +38,9 @@ def draw(views: MaskViews, grid_size: tuple[int, int], limit: int) -> str:
     batch, heads, _ = views.offsets.shape
     drawn = []
     for b, h in itertools.islice(itertools.product(range(batch), range(heads)), limit):
-        grid = coarse_grid(views, b, h, row_step, column_step)
-        visited = grid.full + grid.partial
-        shades = (visited > 0).to(torch.int64) + (visited == grid.size)
+        full, partial, size = coarse_grid(views, b, h, row_step, column_step)
+        visited = full + partial
+        shades = (visited > 0).to(torch.int64) + (visited == size)
         lines = ["".join(" ░█"[shade] * 2 for shade in line) for line in shades.tolist()]
         drawn.append(f"({b}, {h})\n" + "".join(line + "\n" for line in lines))
     if batch * heads > limit:
@@ -59,18 +59,17 @@ def png(views: MaskViews, batch: int, head: int) -> bytes:
     """
     rows, columns = views.q_blocks, views.kv_blocks
     steps = [max(1, -(-count // _CELLS)) for count in (rows, columns)]
-    grid = coarse_grid(views, batch, head, *steps)
-    empty, partial, full = (_rgb(colour) for colour in COLOURS.values())
-    shares = torch.stack([grid.size - grid.full - grid.partial, grid.partial, grid.full], 2)
-    colours = torch.stack([empty, partial, full]).to(torch.float64)
-    pixels = (shares.to(torch.float64) / grid.size[..., None]) @ colours
+    full, partial, size = coarse_grid(views, batch, head, *steps)
+    colours = torch.tensor(
+        [list(bytes.fromhex(colour[1:])) for colour in COLOURS.values()],
+        dtype=torch.float64,
+        device="cpu",
+    )
+    shares = torch.stack([size - full - partial, partial, full], 2).to(torch.float64)
+    pixels = (shares / size[..., None]) @ colours
     if not pixels.numel():
-        pixels = empty.to(torch.float64).view(1, 1, 3)
+        pixels = colours[:1].view(1, 1, 3)
     return _encoded(_enlarged(pixels.round().to(torch.uint8)))
-
-
-def _rgb(colour: str) -> Tensor:
-    return torch.tensor([int(colour[i : i + 2], 16) for i in (1, 3, 5)], device="cpu")
 
 
 def _enlarged(pixels: Tensor) -> Tensor:

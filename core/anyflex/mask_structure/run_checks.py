@@ -59,28 +59,26 @@ def checked_lengths(value: Any) -> tuple[int, int]:
 
 def checked_block_size(value: Any) -> tuple[int, int]:
     """Return (q, kv) block sizes from an int or a pair."""
-    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    sizes = tuple(_integer(size) for size in pair)
-    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
+    sizes = _pair(value)
+    if sizes is None:
         raise BlockMaskError(
             f"BLOCK_SIZE must be an int or a pair of ints (q, kv), got {value!r} of type "
             f"{type(value).__name__}"
         )
-    if not (1 <= sizes[0] <= _LARGEST and 1 <= sizes[1] <= _LARGEST):
+    if not all(1 <= size <= _LARGEST for size in sizes):
         raise BlockMaskError(f"BLOCK_SIZE must be in 1..{_LARGEST}, got {value!r}")
-    return sizes[0], sizes[1]
+    return sizes
 
 
 def checked_grid_size(value: Any) -> tuple[int, int]:
     """Return a drawing's most (rows, columns) from an int or a pair; -1 is no bound."""
-    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    sizes = [n for n in map(_integer, pair) if n is not None and (n > 0 or n == -1)]
-    if len(pair) != 2 or len(sizes) != 2:
+    sizes = _pair(value)
+    if sizes is None or not all(size > 0 or size == -1 for size in sizes):
         raise BlockMaskError(
             "grid_size must be an int or a pair of ints (rows, columns), each at least 1 or -1 "
             f"for one character a block, got {value!r}"
         )
-    return sizes[0], sizes[1]
+    return sizes
 
 
 def checked_device(value: Any) -> torch.device:
@@ -107,6 +105,12 @@ def _integer(value: Any) -> int | None:
     except (TypeError, RuntimeError):
         # RuntimeError: a symbolic or meta value. None is reported as a wrong type.
         return None
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    sizes = [number for number in map(_integer, pair) if number is not None]
+    return (sizes[0], sizes[1]) if len(pair) == len(sizes) == 2 else None
 
 
 def check_runs(

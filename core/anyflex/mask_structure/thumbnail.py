@@ -5,35 +5,21 @@ Computed from the runs alone: time and memory grow with runs and cells, not with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.runs import FULL, PARTIAL, unpack_rows
 
-__all__ = ["CoarseGrid", "coarse_grid"]
-
-
-@dataclass(frozen=True, slots=True)
-class CoarseGrid:
-    """Counts of blocks by cell.
-
-    Args:
-        full, partial: int64 [rows, columns], on the CPU.
-        size: int64 [rows, columns], the blocks of each cell; the last ones may be smaller.
-    """
-
-    full: Tensor
-    partial: Tensor
-    size: Tensor
+__all__ = ["coarse_grid"]
 
 
 def coarse_grid(
     views: MaskViews, batch: int, head: int, row_step: int, column_step: int
-) -> CoarseGrid:
-    """Return the cells of ``row_step x column_step`` blocks of one batch entry and head."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cells of ``row_step x column_step`` blocks of one batch entry and head: counts of
+    their FULL blocks, of their PARTIAL ones and of all, int64 [rows, columns] on the CPU. The last
+    cells may be smaller."""
     host = views.on(torch.device("cpu"))
     rows, columns = host.q_blocks, host.kv_blocks
     runs = unpack_rows(host.offsets[batch, head], host.runs)
@@ -58,12 +44,8 @@ def coarse_grid(
         later = whole.view(lines, width).flip(1).cumsum(1).flip(1) - whole.view(lines, width)
         cells = later * column_step + rest.view(lines, width)
         counts.append(cells[:, : -(-columns // column_step)])
-    heights = _cells(rows, row_step)
-    widths = _cells(columns, column_step)
-    return CoarseGrid(counts[0], counts[1], heights[:, None] * widths)
-
-
-def _cells(length: int, step: int) -> Tensor:
-    """int64 [cells]: how many of `length` are in each."""
-    begin = torch.arange(0, length, step, device="cpu")
-    return (length - begin).clamp(max=step)
+    heights, widths = (
+        (length - torch.arange(0, length, step, device="cpu")).clamp(max=step)
+        for length, step in ((rows, row_step), (columns, column_step))
+    )
+    return counts[0], counts[1], heights[:, None] * widths
