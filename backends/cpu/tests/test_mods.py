@@ -70,7 +70,7 @@ def test_a_mask_may_not_read_outside_where_it_says_true(
         lambda b, h, q, k: q >= k, None, None, 70, 90, BLOCK_SIZE=16
     )
     table = torch.full((80,), 0 if live else 100)
-    mask = anyflex.BlockMask(
+    mask = anyflex.BlockMask.from_runs(
         inside.offsets,
         inside.runs,
         seq_lengths=(70, 90),

@@ -13,7 +13,6 @@ from anyflex.block_mask.mask_function import sliced_mask_mod, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import Shifts, shifted_mod, shifted_opaque
 from anyflex.errors import BlockMaskError
-from anyflex.mask_structure import views_registry
 from anyflex.mask_structure.device_views import MaskViews, packed_views
 from anyflex.mask_structure.from_index_lists import views_of_lists
 from anyflex.mask_structure.run_checks import (
@@ -57,42 +56,6 @@ class BlockMask(MaskContent):
             `mask_mod` must be assigned before it is used.
     """
 
-    def __init__(
-        self,
-        offsets: Tensor,
-        runs: Tensor,
-        *,
-        seq_lengths: tuple[int, int],
-        block_size: int | tuple[int, int] = 128,
-        mask_mod: MaskMod | None = None,
-        capacity: int | None = None,
-    ) -> None:
-        """Check and copy a mask's runs; arguments and errors as for `from_runs`."""
-        lengths, sizes = checked_lengths(seq_lengths), checked_block_size(block_size)
-        check_runs(offsets, runs, lengths, sizes)
-        listed = unpack(offsets.cpu(), runs.cpu())
-        partial = (listed.kind == PARTIAL).nonzero()
-        if mask_mod is None and partial.numel():
-            raise BlockMaskError(
-                f"{row_name(offsets.cpu(), int(partial[0]))} has a PARTIAL run and there is no "
-                "mask_mod; pass mask_mod=, noop_mask if every element is live, or make it FULL"
-            )
-        batch, heads, _ = offsets.shape
-        # Copies, because the caller may write to their tensors but nobody to the mask's.
-        host = packed_views(listed, (batch, heads), lengths, sizes)
-        if capacity is not None and capacity < listed.row.numel():
-            raise BlockMaskError(
-                f"capacity must be at least the number of runs, {listed.row.numel()}, got "
-                f"{capacity}"
-            )
-        device = offsets.device
-        offsets, runs = host.offsets.to(device), padded(host.runs, capacity or 0).to(device)
-        traced, opaque = None, None
-        if mask_mod is not None:
-            traced, opaque = trace_mask_mod(mask_mod, device, sizes=(batch, heads, *lengths))
-        self._fill(offsets, runs, lengths, sizes, traced, opaque, mask_mod)
-        self.known_views = views_registry.shared(MaskViews(offsets, runs, *lengths, sizes))
-
     @classmethod
     def from_runs(
         cls,
@@ -130,14 +93,29 @@ class BlockMask(MaskContent):
         Raises:
             BlockMaskError: naming the row, run or position that is wrong.
         """
-        return cls(
-            offsets,
-            runs,
-            seq_lengths=seq_lengths,
-            block_size=block_size,
-            mask_mod=mask_mod,
-            capacity=capacity,
-        )
+        lengths, sizes = checked_lengths(seq_lengths), checked_block_size(block_size)
+        check_runs(offsets, runs, lengths, sizes)
+        listed = unpack(offsets.cpu(), runs.cpu())
+        partial = (listed.kind == PARTIAL).nonzero()
+        if mask_mod is None and partial.numel():
+            raise BlockMaskError(
+                f"{row_name(offsets.cpu(), int(partial[0]))} has a PARTIAL run and there is no "
+                "mask_mod; pass mask_mod=, noop_mask if every element is live, or make it FULL"
+            )
+        if capacity is not None and capacity < listed.row.numel():
+            raise BlockMaskError(
+                f"capacity must be at least the number of runs, {listed.row.numel()}, got "
+                f"{capacity}"
+            )
+        grids, device = offsets.shape[:2], offsets.device
+        # Copies, because the caller may write to their tensors but nobody to the mask's.
+        host = packed_views(listed, grids, lengths, sizes)
+        offsets, runs = host.offsets.to(device), padded(host.runs, capacity or 0).to(device)
+        traced, opaque = None, None
+        if mask_mod is not None:
+            traced, opaque = trace_mask_mod(mask_mod, device, sizes=(*grids, *lengths))
+        views = MaskViews(offsets, runs, *lengths, sizes)
+        return cls._assembled(views, traced, opaque, mask_mod)
 
     @classmethod
     def from_kv_blocks(

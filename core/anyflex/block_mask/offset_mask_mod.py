@@ -68,20 +68,19 @@ def _own_number(text: str, name: str) -> int | None:
     """Return the int slot of a number that `name` is added to wherever it is read, and that is
     read nowhere else."""
     nodes = parse_graph(text).nodes
-    users: dict[int, list[Node]] = {}
+    readers: dict[int, list[Node]] = {}
     for node in nodes:
         for argument in node.arguments:
-            users.setdefault(argument, []).append(node)
+            readers.setdefault(argument, []).append(node)
     for position, node in enumerate(nodes):
-        if node.operation != "input" or node.attribute != name:
+        if (node.operation, node.attribute) != ("input", name):
             continue
-        readers = users.get(position, [])
-        if len(readers) != 1 or readers[0].operation != "add":
+        adds = readers.get(position, [])
+        if len(adds) != 1 or adds[0].operation != "add":
             return None
-        x, y = readers[0].arguments
-        number = y if x == position else x
+        (number,) = set(adds[0].arguments) - {position}
         slot = str(nodes[number].attribute)
-        alone = len(users[number]) == 1 and nodes[number].operation == "number"
+        alone = len(readers[number]) == 1 and nodes[number].operation == "number"
         return int(slot[1:]) if alone and slot[0] == "i" else None
     return None
 
@@ -118,59 +117,33 @@ def _replaced(text: str, name: str, replacement: Callable[[GraphBuilder, int], i
     return ModGraph(tuple(graph.nodes), moved[old.output]).text
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ShiftedMaskMod:
     """`shifted_mod` for a mask mod that can't be traced: a function around it.
 
     Args:
         function: the mask mod of the whole mask.
-        shifts: as pairs; tables are on the mask's device.
+        shifts: pairs of an index's name and a number, or a table as a tuple.
     """
 
     function: MaskMod
-    shifts: tuple[tuple[str, int | Tensor], ...]
+    shifts: tuple[tuple[str, int | tuple[int, ...]], ...]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         indices = dict(zip(_INPUTS, (b, h, q_idx, kv_idx), strict=True))
         for name, shift in self.shifts:
             index = indices[name]
-            indices[name] = (
-                shift.to(index.device)[index] if isinstance(shift, Tensor) else index + shift
-            )
+            if isinstance(shift, tuple):
+                indices[name] = torch.tensor(shift, device=index.device)[index]
+            else:
+                indices[name] = index + shift
         return self.function(*indices.values())
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ShiftedMaskMod)
-            and self.function == other.function
-            and len(self.shifts) == len(other.shifts)
-            and all(
-                a[0] == b[0] and _same_shift(a[1], b[1])
-                for a, b in zip(self.shifts, other.shifts, strict=True)
-            )
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.function, tuple(name for name, _ in self.shifts)))
-
-
-def _same_shift(a: int | Tensor, b: int | Tensor) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return a == b
 
 
 def shifted_opaque(function: MaskMod, shifts: Shifts) -> ShiftedMaskMod:
     """Return a function that calls `function` with shifted indices."""
-    new = dict(shifts)
-    if not isinstance(function, ShiftedMaskMod):
-        return ShiftedMaskMod(function, tuple(new.items()))
-    # The slice's own shift comes first. Two numbers add up to one; other shifts stay a chain.
-    old = dict(function.shifts)
-    if any(isinstance(s, Tensor) for s in (*new.values(), *old.values())):
-        return ShiftedMaskMod(function, tuple(new.items()))
-    for name, shift in new.items():
-        before = old.get(name, 0)
-        assert isinstance(before, int) and isinstance(shift, int)
-        old[name] = before + shift
-    return ShiftedMaskMod(function.function, tuple(old.items()))
+    pairs = (
+        (name, tuple(shift.tolist()) if isinstance(shift, Tensor) else shift)
+        for name, shift in shifts.items()
+    )
+    return ShiftedMaskMod(function, tuple(pairs))

@@ -176,7 +176,7 @@ def test_the_structure_of_a_mask_wins_over_its_function(
     mask = anyflex.create_block_mask(
         lambda b, h, q, k: k < 32, None, None, 41, 53, device=device, BLOCK_SIZE=16
     )
-    mask = anyflex.BlockMask(
+    mask = anyflex.BlockMask.from_runs(
         mask.offsets,
         mask.runs,
         seq_lengths=(41, 53),
