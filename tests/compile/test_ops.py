@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
-from anyflex.runtime.op_request import write_request
+from anyflex.runtime.op_request import Request, write_request
 from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 
@@ -121,8 +121,9 @@ def test_a_mask_whose_memory_is_written_again_is_another_mask() -> None:
     query = torch.randn(1, 1, 32, 8)
     wanted = [anyflex.flex_attention(query, query, query, block_mask=mask) for mask in masks]
     offsets, runs = masks[0].offsets.clone(), masks[0].runs.clone()
+    flags = (False,) * 3
     request = write_request(
-        "", "", (0, 0, 0), False, False, False, [False] * 3, None, (), None, NOTHING, "highest"
+        Request("", "", (0, 0, 0), *flags, flags, None, (), None, NOTHING, "highest")
     )
     scale = torch.tensor(8**-0.5, dtype=torch.float64)
     for mask, out in zip([*masks, *masks], [*wanted, *wanted], strict=True):

@@ -56,7 +56,7 @@ def test_odd_texts_stay_in_one_line(text: str) -> None:
         (3, 4),
         "highest",
     )
-    written = write_request(*[getattr(wanted, name) for name in Request.__slots__])
+    written = write_request(wanted)
     assert is_one_line(written)
     assert read_request(written) == wanted
 
@@ -64,8 +64,9 @@ def test_odd_texts_stay_in_one_line(text: str) -> None:
 @pytest.mark.parametrize("value", OPTIONS, ids=ascii)
 def test_options_are_read_as_they_were_written(value: Any) -> None:
     options = (("cpu", (("own", value),)), ("option", value))
+    flags = (True,) * 3
     written = write_request(
-        "", "", (0, 0, 0), False, False, False, [True] * 3, None, options, None, NOTHING, "highest"
+        Request("", "", (0, 0, 0), *flags, flags, None, options, None, NOTHING, "highest")
     )
     assert is_one_line(written)
     assert repr(read_request(written).options) == repr(options)  # 1, 1.0 and True are equal

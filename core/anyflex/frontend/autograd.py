@@ -37,7 +37,7 @@ class FlexAttention(torch.autograd.Function):
         value: Tensor,
         *captured: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
-        call = inputs.call
+        call, request = inputs.call, inputs.request
         outputs = launch_forward(plan, call, save=True)
         out, lse = outputs.out, outputs.lse
         assert lse is not None
@@ -58,16 +58,16 @@ class FlexAttention(torch.autograd.Function):
             call.mask_function,
             # But a mod that runs through vmap reads its own tensors anyway, not the saved ones.
             call.captured if call.score_function or call.mask_function else None,
-            inputs.lse,
+            request.lse,
             inputs.names,
             call.kept,
         )
-        if not inputs.lse and not inputs.max_scores:
+        if not request.lse and not request.max_scores:
             return out
         results = [out]
-        if inputs.lse:
+        if request.lse:
             results.append(lse)
-        if inputs.max_scores:
+        if request.max_scores:
             assert outputs.max_scores is not None
             ctx.mark_non_differentiable(outputs.max_scores)
             results.append(outputs.max_scores)

@@ -354,20 +354,7 @@ def _inputs(
         tuple(numbers),
         scale,
     )
-    return Inputs(
-        call,
-        request.score,
-        request.mask,
-        request.score_slots,
-        request.lse,
-        request.max_scores,
-        request.needs_lse,
-        request.gradients,
-        request.backend,
-        request.options,
-        request.fp32_precision,
-        posed=request.posed,
-    )
+    return Inputs(call, request)
 
 
 # Derived views of masks that arrive as bare tensors and aren't a live mask's, found again by

@@ -25,7 +25,9 @@ from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
+from anyflex.runtime.op_request import Request
 from anyflex.runtime.plan import Inputs, plan_for
+from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.tensors import stand_in
 from anyflex.tensors.tensor_facts import fp32_precision
 from anyflex.tensors.torch_versions import apply_of, dual_level
@@ -45,12 +47,12 @@ _NO_MOD = TracedMod("", [], [], [], [])
 def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
     inputs = gather(checked)
-    call = inputs.call
+    call, request = inputs.call, inputs.request
     if dual_level(forward_ad) >= 0:
         _refuse_tangents(call)
     try:
         plan = plan_for(inputs)
-        if True not in inputs.gradients:
+        if True not in request.gradients:
             outputs = launch_forward(plan, call)
             return outputs.out, outputs.lse, outputs.max_scores
         results = _apply(plan, inputs, call.query, call.key, call.value, *call.captured)
@@ -67,8 +69,8 @@ def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if isinstance(results, Tensor):
         return results, None, None
     out, *others = results
-    lse = others[0] if inputs.lse else None
-    return out, lse, others[-1] if inputs.max_scores else None
+    lse = others[0] if request.lse else None
+    return out, lse, others[-1] if request.max_scores else None
 
 
 def _refuse_tangents(call: Call) -> None:
@@ -159,8 +161,7 @@ def gather(checked: CheckedCall) -> Inputs:
         mask_function,
     )
     posed = None if stand_in.current is None else stand_in.posed_as(device)
-    return Inputs(
-        call,
+    request = Request(
         score.text,
         mask.text,
         (len(score.captured), len(score.ints), len(score.floats)),
@@ -170,11 +171,11 @@ def gather(checked: CheckedCall) -> Inputs:
         gradients,
         backend,
         options,
-        fp32_precision(query.dtype, device.type if posed is None else posed[0]),
-        read,
-        (score.names, mask.names),
         posed,
+        NOTHING,
+        fp32_precision(query.dtype, device.type if posed is None else posed[0]),
     )
+    return Inputs(call, request, read, (score.names, mask.names))
 
 
 def _add_note(error: Exception, score_mod: Callable[..., Tensor]) -> None:

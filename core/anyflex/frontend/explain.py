@@ -147,7 +147,7 @@ def explain(
         names_in_force(backend),
         backend,
         call.options,
-        posed=inputs.posed is not None,
+        posed=inputs.request.posed is not None,
     )
     try:
         variant = described(plan_for(inputs).compiled, inputs.call)

@@ -118,8 +118,8 @@ def flex_attention_backward(
             check_readable("dout", dout)
             check_readable("out", out)
             delta = (dout.to(lse.dtype) * out).sum(-1)
-        inputs.gradients = (True, True, True, *inputs.gradients[3:])
-        inputs.needs_lse = True
+        wanted = (True, True, True, *inputs.request.gradients[3:])
+        inputs.request = inputs.request._replace(gradients=wanted, needs_lse=True)
         with torch.no_grad():
             dq, dk, dv, gradients = launch_backward(
                 plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)

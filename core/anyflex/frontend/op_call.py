@@ -9,7 +9,7 @@ from anyflex.frontend.arguments import check_captured_devices
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.custom_ops import flex_attention_op, number_tensors
 from anyflex.frontend.transforms import refuse_transforms
-from anyflex.runtime.op_request import write_request
+from anyflex.runtime.op_request import Request, write_request
 from anyflex.runtime.saved_for_backward import NOTHING, saved_bytes
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.stand_in import posed_as
@@ -75,14 +75,14 @@ def op_arguments(
     saved = NOTHING
     if needs_backward and not every_gradient:  # else no forward of this call runs
         saved = saved_bytes(query.device, query.dtype, backend, posed)
-    request = write_request(
+    request = Request(
         score.text,
         mask.text,
         (len(score.captured), len(score.ints), len(score.floats)),
         aux.lse,
         aux.max_scores,
         aux.lse or needs_backward,
-        gradients,
+        tuple(gradients),
         backend,
         options,
         posed,
@@ -91,4 +91,4 @@ def op_arguments(
     )
     numbers = number_tensors([scale, *score.floats, *mask.floats])
     ints = [len(structure), len(captured), *score.ints, *mask.ints, *block_size]
-    return ([*structure, *captured, *numbers], ints, request), captured, gradients
+    return ([*structure, *captured, *numbers], ints, write_request(request)), captured, gradients

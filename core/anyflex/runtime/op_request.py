@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from anyflex.runtime.saved_for_backward import SavedBytes
     from anyflex.tensors.stand_in import Posed
 
@@ -20,9 +17,8 @@ __all__ = ["Request", "read_request", "write_request"]
 VERSION = "anyflex-request-4"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Decisions of the traced half.
+class Request(NamedTuple):
+    """Decisions of the traced half, and of a call that goes to its kernel without an op.
 
     Args:
         score, mask: graph texts, "" for none.
@@ -54,40 +50,13 @@ class Request:
     fp32_precision: str
 
 
-def write_request(
-    score: str,
-    mask: str,
-    score_slots: tuple[int, int, int],
-    lse: bool,
-    max_scores: bool,
-    needs_lse: bool,
-    gradients: Sequence[bool],
-    backend: str | None,
-    options: tuple[tuple[str, object], ...],
-    posed: Posed | None,
-    saved_bytes: SavedBytes,
-    fp32_precision: str,
-) -> str:
+def write_request(request: Request) -> str:
     """Return the request's text.
 
     Inductor copies it into comments of generated code, where a second line would be code. repr
     escapes every line ending, in any field.
     """
-    fields = (
-        score,
-        mask,
-        score_slots,
-        lse,
-        max_scores,
-        needs_lse,
-        tuple(gradients),
-        backend,
-        options,
-        posed,
-        saved_bytes,
-        fp32_precision,
-    )
-    return f"{VERSION} {fields!r}"
+    return f"{VERSION} {(*request,)!r}"
 
 
 @functools.lru_cache(maxsize=1024)

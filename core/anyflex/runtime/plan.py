@@ -24,10 +24,9 @@ from anyflex.registry.environment import check_indices
 from anyflex.registry.forced_backends import FORCED, names_in_force
 from anyflex.runtime.compiled_kernel import CompiledKernel
 from anyflex.runtime.kernel_cache import kernel_for
-from anyflex.runtime.op_request import write_request
+from anyflex.runtime.op_request import Request, write_request
 from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.runtime.scalar_specialization import Bound, bind_numbers, forget_numbers
-from anyflex.tensors.stand_in import Posed
 from anyflex.tensors.tensor_facts import architecture, determinism, memories, memory, q_class
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
@@ -44,36 +43,17 @@ class Inputs:
 
     Args:
         call: tensors and numbers, as the kernel sees them.
-        score, mask: graph texts, "" for none.
-        score_slots: how many captured tensors, ints and floats are the score mod's; the mask
-            mod's follow.
-        lse, max_scores: auxiliary outputs asked for.
-        needs_lse: lse is computed, for the caller or for backward.
-        gradients: a flag for query, key, value and then each captured tensor.
-        backend: the ``backend=`` argument.
-        options: ``kernel_options`` as pairs.
+        request: everything else that decides about it.
         read: captured tensors as the mods read them; the call's are copies where torch's negative
             bit is set.
         names: of the captured tensors in the user's score and mask functions, "" where unknown;
             for messages.
-        posed: the device type and architecture that CPU tensors stand in for, or None.
-        fp32_precision: of the spec.
     """
 
     call: Call
-    score: str
-    mask: str
-    score_slots: tuple[int, int, int]
-    lse: bool
-    max_scores: bool
-    needs_lse: bool
-    gradients: tuple[bool, ...]
-    backend: str | None
-    options: tuple[tuple[str, object], ...]
-    fp32_precision: str
+    request: Request
     read: tuple[Tensor, ...] = ()
     names: tuple[list[str], list[str]] = ([], [])
-    posed: Posed | None = None
 
 
 class Plan:
@@ -194,41 +174,33 @@ def plan_for(inputs: Inputs) -> Plan:
         BackendRefused, PluginError, ArgumentError, GraphCaptureError: see `kernel_for`.
     """
     call = inputs.call
+    request = inputs.request
     query, key, value = call.query, call.key, call.value
-    # History of the numbers of these graph texts; both texts where they have no numbers.
-    history: object = inputs.score, inputs.mask
     bound: Bound = ()
     if call.ints or call.floats:
-        history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
-    names = None if inputs.backend is not None else FORCED.get(STATE.environment_names)
+        bound = bind_numbers(request.score, request.mask, call.ints, call.floats)
+    names = None if request.backend is not None else FORCED.get(STATE.environment_names)
     if names is None:
-        names = names_in_force(inputs.backend)
+        names = names_in_force(request.backend)
     views = call.mask
     dtype = query.dtype
     layouts = memories(query, key, value, call.captured, inputs.names)
     shapes = query.shape, key.shape, value.shape
     facts = (
-        history,
+        request,
         bound,
         None if views is None else views.block_size,
         query.device,
-        inputs.posed,
         dtype,
         layouts,
-        inputs.gradients,
-        inputs.lse,
-        inputs.max_scores,
-        inputs.needs_lse,
         "off" if not torch.are_deterministic_algorithms_enabled() else determinism(),
-        inputs.fp32_precision,
         names,
-        inputs.backend,
-        repr(inputs.options) if inputs.options else "",  # 1, 1.0 and True are equal
+        repr(request.options) if request.options else "",  # 1, 1.0 and True are equal
         # A graph's text determines its captured tensors' number, types and ranks; an untraced mod
         # has no text.
         None
         if call.score_function is None and call.mask_function is None
-        else (inputs.score_slots, tuple([(t.dtype, t.dim()) for t in call.captured])),
+        else tuple([(t.dtype, t.dim()) for t in call.captured]),
         STATE.generation,
     )
     exactly = (
@@ -285,10 +257,12 @@ def _plan_of_class(
     plan = _plans.get(of_class)
     if plan is None:
         spec = _spec(inputs, bound)
+        request = inputs.request
         compiled = kernel_for(
-            spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
+            spec, names, request.backend, request.options, posed=request.posed is not None
         )
-        plan = Plan(compiled, inputs.call.query.device, _request_of(inputs))
+        text = write_request(request._replace(saved_bytes=NOTHING))
+        plan = Plan(compiled, inputs.call.query.device, text)
         with _lock:
             if len(_plans) >= PLANS:
                 del _plans[next(iter(_plans))]
@@ -296,45 +270,25 @@ def _plan_of_class(
     return plan
 
 
-def _request_of(inputs: Inputs) -> str:
-    """The request of a call, which is that of every call of its plan."""
-    return write_request(
-        inputs.score,
-        inputs.mask,
-        inputs.score_slots,
-        inputs.lse,
-        inputs.max_scores,
-        inputs.needs_lse,
-        inputs.gradients,
-        inputs.backend,
-        inputs.options,
-        inputs.posed,
-        NOTHING,
-        inputs.fp32_precision,
-    )
-
-
 def spec_for(inputs: Inputs) -> Spec:
     """Return the spec of this call, without asking any backend."""
     call = inputs.call
-    _, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
+    request = inputs.request
+    bound = bind_numbers(request.score, request.mask, call.ints, call.floats)
     return _spec(inputs, bound)
 
 
 def _spec(inputs: Inputs, bound: Bound) -> Spec:
-    call = inputs.call
+    call, request = inputs.call, inputs.request
     query, key, value, views = call.query, call.key, call.value, call.mask
     score_graph, mask_graph = _graphs(inputs, bound)
-    names = ("query", "key", "value")
-    tensor_gradients = inputs.gradients[:3]
     captured = tuple(
         CapturedFacts(tensor.dtype, tensor.dim(), needed)
-        for tensor, needed in zip(call.captured, inputs.gradients[3:], strict=True)
+        for tensor, needed in zip(call.captured, request.gradients[3:], strict=True)
     )
-    needs_backward = any(inputs.gradients)
-    posed = inputs.posed or (query.device.type, architecture(query.device))
+    posed = request.posed or (query.device.type, architecture(query.device))
     classes = [memory(tensor) for tensor in (query, key, value)]
-    aux = (("lse", inputs.lse), ("max_scores", inputs.max_scores))
+    aux = (("lse", request.lse), ("max_scores", request.max_scores))
     return Spec(
         device_type=posed[0],
         arch=posed[1],
@@ -349,13 +303,13 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         block_size=(0, 0) if views is None else views.block_size,
         captured=captured,
         aux=tuple(name for name, wanted in aux if wanted),
-        needs_lse=inputs.needs_lse,
+        needs_lse=request.needs_lse,
         gradients=tuple(
-            name[0] for name, needed in zip(names, tensor_gradients, strict=True) if needed
+            name for name, needed in zip("qkv", request.gradients, strict=False) if needed
         ),
-        dlse=inputs.lse and needs_backward,
+        dlse=request.lse and any(request.gradients),
         determinism=determinism(),  # type: ignore[arg-type]
-        fp32_precision=inputs.fp32_precision,
+        fp32_precision=request.fp32_precision,
         q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
         alignment=(classes[0][0], classes[1][0], classes[2][0]),
         index_width=32 if all(narrow for _, narrow in classes) else 64,
@@ -365,17 +319,17 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
 
 def _graphs(inputs: Inputs, bound: Bound) -> tuple[ModGraph | None, ModGraph | None]:
     """The two graphs with this call's constants in place, slots counted over the whole call."""
-    captured, ints, floats = inputs.score_slots
+    captured, ints, floats = inputs.request.score_slots
     constants = {}
     all_ints = len(inputs.call.ints)
     for i, value in enumerate(bound):
         if value is not None:
             constants[f"i{i}" if i < all_ints else f"f{i - all_ints}"] = value
     score = mask = None
-    if inputs.score:
-        score = simplify(parse_graph(inputs.score).bind(constants=constants))
-    if inputs.mask:
-        moved = parse_graph(inputs.mask).bind(
+    if inputs.request.score:
+        score = simplify(parse_graph(inputs.request.score).bind(constants=constants))
+    if inputs.request.mask:
+        moved = parse_graph(inputs.request.mask).bind(
             shift_captured=captured, shift_ints=ints, shift_floats=floats
         )
         mask = simplify(moved.bind(constants=constants))
