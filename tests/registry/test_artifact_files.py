@@ -40,7 +40,7 @@ def _backend() -> None:
 def artifacts(
     *, fingerprint: str = "avx2", plugin: str = "cpu", version: str = "1.0", **of_spec: Any
 ) -> Artifacts:
-    """Artifacts as `anyflex.runtime.kernel_compiler` makes them."""
+    """Artifacts as `anyflex.runtime.kernel_cache` makes them."""
     spec = make_spec(**of_spec)
     return disk_cache.artifacts_for(
         plugin=plugin,

@@ -97,7 +97,7 @@ def _forward(
     inputs = _inputs(query, key, value, parts, wanted)
     plan = plan_for(inputs)
     saves = wanted.saved_bytes != NOTHING
-    saved = allocate_saved_bytes(query.device, size(query, value, wanted.saved_bytes))
+    saved = allocate_saved_bytes(plan, size(query, value, wanted.saved_bytes))
     outputs = launch_forward(plan, inputs.call, save=saves, saved_bytes=saved)
     if saves and not outputs.saved:
         saved.zero_()

@@ -39,11 +39,5 @@ class Recent(Generic[Key, Value]):
             if len(self._items) > self._size:
                 self._items.popitem(last=False)
 
-    def copy_from(self, other: Recent[Key, Value]) -> None:
-        """Take over the items of another one without its lock, which after a fork a thread that is
-        gone may hold."""
-        for key, value in list(other._items.items()):
-            self.put(key, value)
-
     def __len__(self) -> int:
         return len(self._items)

@@ -1,31 +1,41 @@
-"""Cache of compiled kernels by spec: asks the registry, compiles, keeps the kernel.
+"""Cache of compiled kernels by spec: asks the registry, compiles once, keeps the kernel.
 
 It isn't on the hot path: a call with a known plan doesn't come here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import threading
+import time
 
+import torch
+
+from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.spec import Spec
+from anyflex.errors import BackendRefused, GraphCaptureError, PluginError
 from anyflex.process.lru import Recent
-from anyflex.registry import cached_state
-from anyflex.registry.cached_state import STATE
-from anyflex.runtime.compiled_kernel import CompiledKernel
+from anyflex.registry import backend_table, cached_state, plugin_errors
+from anyflex.registry.backend_choice import Choice, TraceLine
+from anyflex.registry.fallback import (
+    warn_about_determinism,
+    warn_about_fallback,
+    warn_about_unused_options,
+)
+from anyflex.registry.freeze_options import KernelOptions
+from anyflex.registry.registered_backend import Entry
+from anyflex.runtime import disk_cache
+from anyflex.runtime.artifact_origin import write_origin
+from anyflex.runtime.compiled_kernel import CompiledKernel, summary
 
-if TYPE_CHECKING:
-    from anyflex.registry.freeze_options import KernelOptions
+__all__ = ["forget", "kernel_for"]
 
-__all__ = [
-    "forget",
-    "kernel_for",
-]
+KERNELS = 512
+"""Maximum number of live kernels that are kept, LRU."""
 
-DECISIONS = 4096
-"""Maximum number of decisions (spec, forced names, options) that are kept."""
-
-
-_decisions: Recent[object, CompiledKernel] = Recent(DECISIONS)
+_kernels: Recent[tuple[Entry, Spec], Kernel] = Recent(KERNELS)
+_compiling: dict[tuple[Entry, Spec], threading.RLock] = {}
+"""Locks of the compiles that are running."""
 
 
 def kernel_for(
@@ -36,11 +46,11 @@ def kernel_for(
     *,
     posed: bool = False,
 ) -> CompiledKernel:
-    """Return the kernel for a spec: the registry decides, the backend compiles, once.
+    """Return the kernel of the first candidate that takes the spec and can compile it.
 
     Args:
         spec: without options.
-        names: from `anyflex.registry.names_in_force`.
+        names: from `anyflex.registry.forced_backends.names_in_force`.
         explicit: the argument ``backend=``, or None.
         kernel_options: from `anyflex.registry.freeze_options.freeze_options`.
         posed: CPU tensors stand in for the spec's device
@@ -52,22 +62,119 @@ def kernel_for(
         PluginError: the forced backend is broken.
         GraphCaptureError: the kernel would have to be compiled inside a graph capture.
     """
-    # Options by repr: 1, 1.0 and True are equal, but not the same option value.
-    key = (STATE.generation, spec, names, explicit, repr(kernel_options), posed)
-    compiled = _decisions.get(key)
-    if compiled is None:
-        # Loaded here: `import anyflex` must stay cheap.
-        from anyflex.runtime.kernel_compiler import decide
+    choice = Choice(spec, names, explicit, kernel_options, posed)
+    trace = list(choice.trace)
+    for entry in choice.candidates:
+        answer = choice.ask(entry)
+        error, line = answer.error, answer.line
+        if answer.decision is not None and answer.state.backend is not None:
+            try:
+                kernel = _compiled_once(entry, answer.state.backend, answer.spec)
+            except BackendRefused as refusal:
+                line = TraceLine(entry.name, entry.distribution, "refuses", str(refusal))
+            except PluginError as failure:
+                error = failure
+                line = TraceLine(entry.name, entry.distribution, "broken", _short(failure))
+            else:
+                warn_about_fallback(choice, trace, entry.name)
+                warn_about_unused_options(answer)
+                warn_about_determinism(answer)
+                chosen = TraceLine(entry.name, entry.distribution, "chosen", "")
+                return CompiledKernel(
+                    answer.state.backend,
+                    kernel,
+                    answer.spec,
+                    answer.decision,
+                    entry.distribution,
+                    (*trace, chosen),
+                )
+        trace.append(line)
+        if error is not None:
+            if choice.forced_by:
+                raise plugin_errors.again(error)
+            if line.outcome in ("broken", "conflict"):
+                plugin_errors.report(error, "it is skipped")
+    raise choice.refused(trace)
 
-        compiled = decide(spec, names, explicit, kernel_options, posed)
-        _decisions.put(key, compiled)
-    return compiled
+
+def _short(failure: PluginError) -> str:
+    # Reported without the spec: a warning comes once per reason, not once per spec.
+    cause = failure.__cause__
+    return str(failure) if cause is None else f"compile() raised {plugin_errors.first_line(cause)}"
+
+
+def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
+    """Return the live kernel, or compile it; threads that come meanwhile wait."""
+    key = (entry, spec)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        # Reentrant: a compile that asks for its own spec is an error and doesn't hang.
+        with _compiling.setdefault(key, threading.RLock()):
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _compile(entry, backend, spec)
+                _kernels.put(key, kernel)
+                _compiling.pop(key, None)
+    return kernel
+
+
+def _is_capturing(device_type: str) -> bool:
+    """Whether the current stream of this kind of device records a graph."""
+    module = getattr(torch, device_type, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is None:
+        return False
+    # An uninitialised device captures nothing, and asking would start it.
+    initialized = getattr(module, "is_initialized", None)
+    return bool((initialized is None or initialized()) and capturing())
+
+
+def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
+    if _is_capturing(spec.device_type):
+        raise GraphCaptureError(
+            f"backend {entry.name} would have to compile a kernel while a device graph is being "
+            "captured; call anyflex.flex_attention once with the same kind of arguments (and "
+            "gradients) before the capture"
+        )
+    with plugin_errors.plugin_code(entry.name, entry.distribution, "fingerprint()"):
+        fingerprint = backend.fingerprint()
+    if not isinstance(fingerprint, str):
+        raise entry.error(f"is broken: fingerprint() must return a str, got {fingerprint!r}")
+    digest = spec.digest()
+    artifacts = disk_cache.artifacts_for(
+        plugin=entry.name,
+        package=entry.package,
+        version=entry.version,
+        fingerprint=fingerprint,
+        spec_digest=digest,
+        origin=write_origin(entry.name, entry.package, entry.version, fingerprint, spec),
+        on_disk=not entry.in_process,
+    )
+    start = time.perf_counter()
+    with plugin_errors.plugin_code(
+        entry.name,
+        entry.distribution,
+        f"compile(spec {digest[:12]}: {summary(spec)})",
+        may_refuse=True,
+    ):
+        kernel = backend.compile(spec, artifacts)
+    if not isinstance(kernel, Kernel):
+        raise entry.error(
+            f"is broken: compile() must return an anyflex.plugin.Kernel, got {kernel!r} "
+            f"({type(kernel).__name__})"
+        )
+    backend_table.current().hooks.compiled(spec, entry.name, time.perf_counter() - start)
+    return kernel
 
 
 def forget() -> None:
-    """Drop kernels and decisions; those in use stay valid."""
-    global _decisions
-    _decisions = Recent(DECISIONS)
+    """Drop live kernels; those in use stay valid."""
+    global _kernels
+    _kernels = Recent(KERNELS)
 
 
 cached_state.on_replaced(forget)
+
+if hasattr(os, "register_at_fork"):
+    # A running compile belongs to a thread that doesn't exist in the child.
+    os.register_at_fork(after_in_child=_compiling.clear)

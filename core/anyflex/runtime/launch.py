@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
-from anyflex.errors import AllocationError, AnyflexError
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
+from anyflex.errors import AnyflexError
 from anyflex.registry.cached_state import STATE
 from anyflex.runtime.backward_checks import check_backward
 from anyflex.runtime.compiled_kernel import kernel_failed, launched
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
 from anyflex.runtime.workspace import allocate, give_back, take
-from anyflex.tensors.allocation import no_memory_for, total_bytes
 from anyflex.tensors.storage_checks import check_readable
 from anyflex.tensors.tensor_facts import empty_dense
 
@@ -29,7 +28,6 @@ _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
 _CONTIGUOUS = torch.contiguous_format
 """Strides of a contiguous tensor may be anything where a size is 1; tensors for a kernel have last
 stride 1."""
-_KEPT = "what the kernel keeps for backward"
 
 
 def launch_forward(
@@ -49,7 +47,8 @@ def launch_forward(
     """
     spec = plan.spec
     query = call.query
-    out = lse = max_scores = None
+    lse = max_scores = workspace = None
+    saved: tuple[Tensor, ...] = ()
     try:
         if plan.same_dims and query.is_contiguous():
             out = torch.empty_like(query, memory_format=_CONTIGUOUS)
@@ -66,17 +65,10 @@ def launch_forward(
                     lse = query.new_empty(rows, dtype=plan.accumulate)
             if plan.max_scores:
                 max_scores = query.new_empty(rows, dtype=plan.accumulate)
-    except (RuntimeError, MemoryError) as error:
-        if failure := _no_outputs(plan, query, error):
-            raise failure from error
-        raise
-    saved: tuple[Tensor, ...] = ()
-    workspace = None
-    try:
         if save and plan.saves:
             specs = plan.kernel.saved_outputs(call)
             if saved_bytes is None:
-                saved = allocate(query.device, specs, _KEPT)
+                saved = allocate(query.device, specs)
             else:
                 saved = cut(saved_bytes, specs, new=True) or ()
         if plan.works:
@@ -107,14 +99,16 @@ def launch_forward(
     return outputs
 
 
-def allocate_saved_bytes(device: torch.device, size: int) -> Tensor:
+def allocate_saved_bytes(plan: Plan, size: int) -> Tensor:
     """Return memory for the bytes that forward leaves behind the static op.
 
     Raises:
         AllocationError: there is none.
     """
-    (memory,) = allocate(device, (TensorSpec((size,), torch.uint8),), _KEPT)
-    return memory
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=plan.device)
+    except (RuntimeError, MemoryError) as error:
+        raise kernel_failed(plan.compiled, error) from error
 
 
 def launch_backward(
@@ -148,10 +142,10 @@ def launch_backward(
     grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)
     check_backward(call, saved, grad, names)
     if saved_bytes is not None:
-        check_readable(_KEPT, saved_bytes)
+        check_readable("what the kernel keeps for backward", saved_bytes)
     for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value
-    dq = dk = dv = None
+    dq = dk = dv = workspace = None
     accumulators: list[Tensor | None] = []
     try:
         if for_query:
@@ -172,12 +166,6 @@ def launch_backward(
                 accumulators.append(torch.zeros_like(tensor))
             else:  # an expanded tensor's gradient is dense
                 accumulators.append(tensor.new_zeros(tensor.shape, dtype=dtype))
-    except (RuntimeError, MemoryError) as error:
-        if failure := _no_gradients(plan, call, error):
-            raise failure from error
-        raise
-    workspace = None
-    try:
         if plan.own_backward and plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "backward"))
         grads = Grads(dq, dk, dv, tuple(accumulators), workspace.tensors if workspace else ())
@@ -229,36 +217,6 @@ def _returned(method: str, value: object) -> TypeError:
     )
 
 
-def _no_outputs(plan: Plan, query: Tensor, error: BaseException) -> AllocationError | None:
-    rows = query.shape[:3]
-    sizes = [((*rows, plan.spec.value_head_dim), query.dtype)]
-    names = ["out"]
-    for name, wanted in (("lse", plan.spec.needs_lse), ("max_scores", plan.max_scores)):
-        if wanted:
-            sizes.append((tuple(rows), plan.accumulate))
-            names.append(name)
-    what = f"{', '.join(names)}, out's shape being {list(sizes[0][0])}"
-    return no_memory_for(what, total_bytes(sizes), query.device, error)
-
-
-def _no_gradients(plan: Plan, call: Call, error: BaseException) -> AllocationError | None:
-    inputs = zip(("query", "key", "value"), (call.query, call.key, call.value), strict=True)
-    wanted = [
-        (f"{name} {list(tensor.shape)}", (tensor.shape, tensor.dtype))
-        for (name, tensor), flag in zip(inputs, plan.gradients, strict=True)
-        if flag
-    ]
-    wanted += [
-        (f"captured tensor {position} {list(tensor.shape)}", (tensor.shape, dtype))
-        for position, (tensor, dtype) in enumerate(
-            zip(call.captured, plan.accumulators, strict=True)
-        )
-        if dtype is not None
-    ]
-    what = f"the gradients of {', '.join(name for name, _ in wanted)}"
-    return no_memory_for(what, total_bytes(s for _, s in wanted), call.query.device, error)
-
-
 def _gradient_of(tensor: Tensor) -> Tensor:
     # The usual case is tested here: calling empty_dense costs as much again.
     if tensor.is_contiguous():
@@ -297,7 +255,7 @@ def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
     """Compute a kernel's saved outputs again, where only out and lse arrive here: they come from
     outside, or the static op had no memory for the saved outputs."""
     device = call.query.device
-    extras = allocate(device, plan.kernel.saved_outputs(call), _KEPT)
+    extras = allocate(device, plan.kernel.saved_outputs(call))
     if not extras:  # none for this call
         return extras
     workspace = take(device, plan.kernel.workspace(call, "forward"))

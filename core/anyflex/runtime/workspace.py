@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import TensorSpec
-from anyflex.tensors.allocation import no_memory_for, total_bytes
 
 __all__ = ["KEPT_BYTES", "Workspace", "allocate", "give_back", "take"]
 
@@ -47,28 +46,16 @@ _kept: list[Workspace] = []
 _kept_small: list[Workspace] = []
 
 
-def allocate(
-    device: torch.device, specs: tuple[TensorSpec, ...], what: str = "the kernel's workspace"
-) -> tuple[Tensor, ...]:
-    """Return new tensors, zeroed where their specs say so.
-
-    Raises:
-        AllocationError: there is no memory for them; the message says `what`.
-    """
-    try:
-        return tuple(
-            [
-                (torch.zeros if spec.zeroed else torch.empty)(
-                    spec.shape, dtype=spec.dtype, device=device
-                )
-                for spec in specs
-            ]
-        )
-    except (RuntimeError, MemoryError) as error:
-        size = total_bytes((spec.shape, spec.dtype) for spec in specs)
-        if failure := no_memory_for(what, size, device, error):
-            raise failure from error
-        raise
+def allocate(device: torch.device, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+    """Return new tensors, zeroed where their specs say so."""
+    return tuple(
+        [
+            (torch.zeros if spec.zeroed else torch.empty)(
+                spec.shape, dtype=spec.dtype, device=device
+            )
+            for spec in specs
+        ]
+    )
 
 
 def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
