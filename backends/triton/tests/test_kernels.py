@@ -716,7 +716,7 @@ def test_products_are_rounded_where_torch_allows_it() -> None:
     ):
         spec = Spec("cuda", "sm_90", torch.float32, 64, 64, fp32_precision=precision)
         made = Programs(spec, write_source(spec), target, {})
-        assert made.common_constants(())["PRECISION"] == products
+        assert made.constants["PRECISION"] == products
 
 
 def test_the_variant_tells_of_rounded_products() -> None:

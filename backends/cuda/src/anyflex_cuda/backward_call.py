@@ -24,6 +24,7 @@ from anyflex_cuda.gluon_launch import (
     row_descriptor,
     row_descriptor_type,
 )
+from anyflex_cuda.kernel_arguments import TYPES
 from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_function, wide_launches
 from anyflex_triton.building import (
     BYTES,
@@ -32,14 +33,11 @@ from anyflex_triton.building import (
     Options,
     Program,
     Programs,
-    aligned,
     backward_values,
     captured_additions,
     classes,
     expected_backward,
     fixed_launches,
-    float_pointers,
-    int32s,
     kept_of,
     key_head_group,
     layout_of,
@@ -48,7 +46,7 @@ from anyflex_triton.building import (
     padded,
     pointer_type,
     row_strides,
-    strides,
+    strides_of,
 )
 
 __all__ = [
@@ -349,7 +347,11 @@ def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
 def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work) -> Launch:
     spec = made.spec
     rest, tops = kept_of(saved.extras)
-    layouts = (layout_of(saved.out), layout_of(grad.dout), layout_of(or_else(rest, saved.out)))
+    layouts = {
+        "out": layout_of(saved.out),
+        "dout": layout_of(grad.dout),
+        "rest": layout_of(or_else(rest, saved.out)),
+    }
     given = grad.delta is not None
     want_dq = work.dq_sums is not None
     scored = made.mods(call, False).score_mod is not None
@@ -363,22 +365,8 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
             key,
             backward_rows.prepare_kernel,
             {
-                **made.pointers("out", "dout", "rest"),
-                **float_pointers("tops", "lse", "dlse", "given", "row_values", "dq_sums"),
-                "counter": "*i32",
-                "scale": "fp32",
-                **strides("o_strides", "do_strides", "r_strides"),
-                "dl_strides": ("i64",) * 3,
-                "values_in_all": "i64",
-                **int32s("heads", "padded_length", "q_length"),
-            },
-            {
-                "VALUE_DIM": spec.value_head_dim,
                 "DV": padded(spec.value_head_dim),
                 "D": padded(spec.head_dim),
-                "UNITS": tuple(layout.unit for layout in layouts),
-                "SCATTERED": tuple(layout.scattered for layout in layouts),
-                "WIDE": spec.index_width == 64,
                 "SCORED": scored,
                 "HAS_DLSE": grad.dlse is not None,
                 "IS_GIVEN": given,
@@ -386,8 +374,10 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
                 "WANT_DQ": want_dq,
                 "BLOCK_M": 32,
             },
-            aligned(("out", "dout", "rest"), layouts) | {"dq_sums": BYTES},
             Options(4, 1),
+            layouts,
+            TYPES,
+            {"dq_sums": BYTES},
         )
     batch, heads, length = call.query.shape[:3]
     rows = work.row_values.shape[3]
@@ -397,11 +387,10 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
         {
             "out": saved.out, "rest": or_else(rest, saved.out),
             "tops": or_else(tops, work.row_values), "dout": grad.dout, "scale": call.scale,
-            "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, work.row_values),
+            **strides_of(layouts), "dlse": or_else(grad.dlse, work.row_values),
             "given": work.row_values if grad.delta is None else grad.delta.contiguous(),
             "lse": saved.lse.contiguous(), "row_values": work.row_values,
             "dq_sums": or_else(work.dq_sums, work.row_values), "counter": work.counter,
-            "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
             "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
             "heads": heads, "padded_length": rows, "values_in_all": work.row_values.stride(0),
             "q_length": length,
@@ -438,28 +427,12 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
             key,
             hopper_backward.backward_kernel,
             {
-                "query": descriptor_type(dtype, queries),
-                "dout": descriptor_type(dtype, values),
-                **dict.fromkeys(("key", "dk"), descriptor_type(dtype, of_keys)),
-                **dict.fromkeys(("value", "dv"), descriptor_type(dtype, of_values)),
-                "row_values": row_descriptor_type(block_m),
-                "dq_sums": descriptor_type(torch.float32, sums) if want_dq else "*fp32",
-                **dict.fromkeys(("odd_keys", "counter"), "*i32"),
-                **made.common_types,
-                "totals": tuple(pointer_type(total.dtype) for total in totals),
-                **int32s("batch", "heads", "kv_heads", "units", "q_length", "kv_length", "tiles",
-                         "head_group"),
-            },
-            {
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
                 "MASK_MOD": mods.mask_mod,
-                "HAS_MASK": rows is not None,
                 "Q_BLOCK": blocks[1],
                 "KV_BLOCK": blocks[0],
-                "GROUP": spec.gqa_ratio,
-                "KV_SHARED": spec.kv_broadcast,
                 "RAGGED": ragged,
                 "WANT_DQ": want_dq,
                 "BLOCK_M": block_m,
@@ -467,9 +440,17 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "DV": value_width,
                 "DYNAMIC": DYNAMIC,
             },
-            {},
             Options(4, 1),
-        )  # fmt: skip
+            types={
+                "query": descriptor_type(dtype, queries),
+                "dout": descriptor_type(dtype, values),
+                **dict.fromkeys(("key", "dk"), descriptor_type(dtype, of_keys)),
+                **dict.fromkeys(("value", "dv"), descriptor_type(dtype, of_values)),
+                "row_values": row_descriptor_type(block_m),
+                "dq_sums": descriptor_type(torch.float32, sums) if want_dq else "*fp32",
+                "totals": tuple(pointer_type(total.dtype) for total in totals),
+            },
+        )
     return Launch(
         program,
         min(tiles * units, forward_call.cores(call.query.device)),
@@ -492,32 +473,20 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
 
 
 def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
-    spec = made.spec
     dq, sums, odd_rows = grads.dq, work.dq_sums, work.odd_rows
     assert dq is not None and sums is not None and odd_rows is not None
-    layout = layout_of(dq)
-    key = ("hopper convert", *classes((layout,)))
+    layouts = {"dq": layout_of(dq)}
+    key = ("hopper convert", *classes(layouts))
     program = made.existing.get(key)
     if program is None:
         program = made.program(
             key,
             backward_rows.convert_kernel,
-            {
-                **made.pointers("dq"),
-                **float_pointers("dq_sums", "row_values"),
-                "odd_rows": "*i32",
-                **strides("dq_strides"),
-                "scale": "fp32",
-                **int32s("heads", "padded_length", "q_length"),
-            },
-            {
-                "DIM": spec.head_dim,
-                "D": padded(spec.head_dim),
-                "UNIT": layout.unit,
-                "WIDE": spec.index_width == 64,
-            },
-            aligned(("dq",), (layout,)) | {"dq_sums": BYTES},
+            {"D": padded(made.spec.head_dim), "UNIT": layouts["dq"].unit},
             Options(4, 1),
+            layouts,
+            TYPES,
+            {"dq_sums": BYTES},
         )
     heads, length = call.query.shape[1:3]
     return Launch(
@@ -525,7 +494,7 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
         odd_rows.numel(),
         {
             "dq_sums": sums, "dq": dq, "row_values": work.row_values, "odd_rows": odd_rows,
-            "dq_strides": layout.strides,
+            **strides_of(layouts),
             "scale": call.scale, "heads": heads, "padded_length": work.row_values.shape[3],
             "q_length": length,
         },
@@ -538,40 +507,24 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
     odd_rows, odd_keys = work.odd_rows, work.odd_keys
     want_dq = odd_rows is not None
     totals = _totals(grads, work)
-    layouts = (
-        *made.layouts(call, layout_of(dout)),
-        layout_of(or_else(dq, call.query)),
-        layout_of(dk),
-        layout_of(dv),
+    layouts = made.layouts(
+        call,
+        dout=layout_of(dout),
+        dq=layout_of(or_else(dq, call.query)),
+        dk=layout_of(dk),
+        dv=layout_of(dv),
     )
     rows = None if call.mask is None else mask_rows(call.mask)
     key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
     blocks = (_KEYS, _KEYS) if rows is None else rows.block_size
     mods = made.mods(call, False)
     key = ("hopper repair", blocks, want_dq, mods.key, *classes(layouts))
-    names = ("query", "key", "value", "dout", "dq", "dk", "dv")
     program = made.existing.get(key)
     if program is None:
         program = made.program(
             key,
             backward_rows.repair_kernel,
             {
-                **made.pointers(*names),
-                **float_pointers("row_values"),
-                **made.common_types,
-                "totals": tuple(pointer_type(total.dtype) for total in totals),
-                **dict.fromkeys(
-                    ("odd_rows", "odd_keys", "key_offsets", "key_ends", "key_runs"), "*i32"
-                ),
-                "key_mask_strides": ("i32", "i32"),
-                "values_in_all": "i64",
-                **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides",
-                           "dk_strides", "dv_strides"),
-                **int32s("batch", "heads", "kv_heads", "padded_length", "padded_keys", "q_length",
-                         "kv_length", "row_tiles", "key_tiles", "row_programs"),
-            },
-            {
-                **made.common_constants(layouts),
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
@@ -582,9 +535,10 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
                 "TILES": _LOOKED_AT,
                 "BLOCK_N": _REPAIRED_KEYS,
             },
-            aligned(names, layouts),
             Options(4, 1),
-        )  # fmt: skip
+            layouts,
+            {**TYPES, "totals": tuple(pointer_type(total.dtype) for total in totals)},
+        )
     batch, heads, length = call.query.shape[:3]
     kv_heads, keys = call.key.shape[1:3]
     row_tiles = 0 if odd_rows is None else odd_rows.numel()
@@ -601,10 +555,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "dq": or_else(dq, call.query), "dk": dk, "dv": dv,
             "row_values": work.row_values, "totals": totals,
             "odd_rows": or_else(odd_rows, odd_keys), "odd_keys": odd_keys,
-            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-            "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
-            "dq_strides": layouts[4].strides, "dk_strides": layouts[5].strides,
-            "dv_strides": layouts[6].strides,
+            **strides_of(layouts),
             "batch": batch, "heads": heads, "kv_heads": kv_heads,
             "padded_length": work.row_values.shape[3], "padded_keys": odd_keys.shape[1] * 64,
             "values_in_all": work.row_values.stride(0), "q_length": length, "kv_length": keys,

@@ -86,17 +86,17 @@ class RepairCall:
 def prepare_kernel(
     out, rest, tops, dout, lse, dlse, given, row_values, dq_sums, counter, o_strides, r_strides,
     do_strides, dl_strides, scale, heads, padded_length, values_in_all, q_length,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, UNITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr,
     IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    """Do what `anyflex_triton.backward.row_kernel` does, for padded rows, and set sums of dQ to 0.
+    """Do what `anyflex_triton.backward.row_kernel` does, for padded rows, and set sums of dQ and
+    counter to 0.
 
     Args:
         row_values: [4, B, Hq, padded_length]; rows past the last are written as rows without a
             live key.
-        dq_sums: [B, Hq, padded_length * D], float32; unused without WANT_DQ.
-        counter: int32, set to 0.
+        dq_sums: unused without WANT_DQ.
         padded_length: a multiple of BLOCK_M.
     """
     tiles = padded_length // BLOCK_M
@@ -339,12 +339,7 @@ def repair_kernel(
 
     Args:
         row_values: written by `prepare_kernel`.
-        totals: as in `anyflex_triton.backward_queries`, where CAPTURED_GRADIENTS.
-        offsets, ends, runs: rows of the mask. Those with key_ in front are of its transpose.
-        odd_rows: int32 [row_tiles], written by `convert_kernel`.
-        odd_keys: int32 [key_tiles]: for every 64 keys, whether some dk or dv is non-finite.
-        row_programs: number of programs, the first ones, that look at rows; the others look at
-            keys.
+        odd_rows: written by `convert_kernel`.
     """
     call = RepairCall(
         query=query, key=key, value=value, dout=dout, row_values=row_values, q_strides=q_strides,

@@ -79,7 +79,6 @@ def program_for(
     return made.program(
         key,
         blackwell_forward.forward_kernel,
-        types,
         {
             **constants,
             "MASK_SCORES": mods.mask_scores,
@@ -89,8 +88,8 @@ def program_for(
             "GROUP_REGISTERS": tiles.registers[0],
             "OTHER_REGISTERS": tiles.registers[1],
         },
-        {},
         Options(4, 1),
+        types=types,
     )
 
 

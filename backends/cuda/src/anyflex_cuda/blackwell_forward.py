@@ -721,23 +721,13 @@ def forward_kernel(
     """Forward kernel: each program takes tiles of 256 query rows of one head until none are left.
 
     Args:
-        q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
-            value, out and rest; boxes of 128 rows, D or DV columns, or of BLOCK_N; those of out
-            and rest have PIECE columns. Without WANT_REST rest's arguments are None.
+        q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of boxes of 128
+            rows, D or DV columns, or of BLOCK_N; those of out and rest have PIECE columns. Without
+            WANT_REST rest's arguments are None.
         query, key, value, out, rest: pointers for `write_nonfinite_rows`, with strides (b, h,
-            row); DIM and VALUE_DIM are their columns.
-        tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
-        lse, max_scores: [B, Hq, L], float32.
-        counter: int32, 0 before the launch: number of tiles taken beyond each program's first.
-            Used where programs are fewer than tiles.
-        tile_order, order_strides, ordered: as in `hopper_forward.forward_kernel`.
-        offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
-            tiles, head_group: as `anyflex_triton.forward`'s.
-        Q_BLOCK, KV_BLOCK: block size of the mask; Q_BLOCK is a multiple of 128.
-        EVEN: whether kv_length and KV_BLOCK are multiples of BLOCK_N.
-        PIECE: columns of scores, accumulator or out that a thread holds at a time.
-        GROUP_REGISTERS, OTHER_REGISTERS: registers per thread of a group, and of the two other
-            warps.
+            row) in elements.
+        counter: used where programs are fewer than tiles.
+        Q_BLOCK: a multiple of 128.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -16,6 +16,7 @@ from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes
+from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
 from anyflex_triton.building import (
     BYTES,
     FixedArguments,
@@ -24,8 +25,6 @@ from anyflex_triton.building import (
     Options,
     Program,
     Programs,
-    float_pointers,
-    int32s,
     kept_of,
     launch_all,
     layout_like,
@@ -33,7 +32,6 @@ from anyflex_triton.building import (
     mask_rows,
     or_else,
     padded,
-    strides,
 )
 
 __all__ = [
@@ -283,30 +281,13 @@ def decode_program(
     from anyflex_cuda import hopper_decode
 
     boxes = _boxes(spec, tiles)
-    of_mods = ("tables", "ints", "floats", "shifts", "scale")
     return made.program(
         key,
         hopper_decode.decode_kernel,
         {
-            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-            **made.pointers("query", "key", "value", "out", "rest"),
-            **float_pointers("partial_out", "tops", "lse", "max_scores"),
-            "counts": "*i64",
-            **dict.fromkeys(("q_strides", "k_strides", "v_strides"), ("i64",) * 3),
-            **strides("o_strides"),
-            "edges": "*i32",
-            "mark": "i64",
-            **{name: made.common_types[name] for name in of_mods},
-            **int32s("batch", "kv_heads", "q_length", "kv_length", "unit_steps", "most", "groups"),
-        },
-        {
             "SCORE_MOD": score_mod,
             "MASK_MOD": mask_mod,
             "PLAN": plan,
-            "GROUP": spec.gqa_ratio,
-            "KV_SHARED": spec.kv_broadcast,
-            "DIM": spec.head_dim,
-            "VALUE_DIM": spec.value_head_dim,
             "D": _columns(spec.head_dim),
             "DV": _columns(spec.value_head_dim),
             "UNIT": unit,
@@ -318,8 +299,13 @@ def decode_program(
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
         },
-        dict.fromkeys(("query", "partial_out", "counts"), BYTES),
         Options(4, 1, (("maxnreg", tiles.most_registers),)),
+        types={
+            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+            **ROW_STRIDES,
+            "o_strides": ("i64",) * 4,
+        },
+        aligned=dict.fromkeys(("query", "partial_out", "counts"), BYTES),
     )
 
 
@@ -390,14 +376,9 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
     return made.program(
         key,
         decode_steps.steps_kernel,
-        {
-            **dict.fromkeys(("offsets", "ends", "runs", "edges"), "*i32"),
-            "mask_strides": ("i32", "i32"),
-            **int32s("entries", "most", "kv_length"),
-        },
         {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n},
-        {},
         Options(4, 1),
+        types=TYPES,
     )
 
 
@@ -420,23 +401,12 @@ def _sums_program(
         return program
     from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
-    spec = made.spec
     return made.program(
         key,
         decode_sums.combine_kernel,
         {
-            **float_pointers("partial_out", "tops", "lse", "max_scores"),
-            **made.pointers("out", "rest"),
-            **strides("o_strides"),
-            "edges": "*i32",
-            "scale": "fp32",
-            **int32s("batch", "heads", "q_length", "unit_steps", "programs", "groups"),
-        },
-        {
-            "GROUP": spec.gqa_ratio,
             "PLAN": fit.plan,
-            "VALUE_DIM": spec.value_head_dim,
-            "DV": padded(spec.value_head_dim),
+            "DV": padded(made.spec.value_head_dim),
             "PARTS": fit.at_once,
             "UNIT": unit,
             "SCORED": scored,
@@ -444,7 +414,8 @@ def _sums_program(
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
         },
-        {"partial_out": BYTES},
         # One warp adds up a few parts without barriers.
         Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
+        types=TYPES,
+        aligned={"partial_out": BYTES},
     )

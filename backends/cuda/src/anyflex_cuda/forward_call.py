@@ -15,6 +15,7 @@ from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes, is_boxed
+from anyflex_cuda.kernel_arguments import ROW_STRIDES
 from anyflex_cuda.tile_order import tile_order
 from anyflex_triton.building import (
     FixedArguments,
@@ -24,8 +25,6 @@ from anyflex_triton.building import (
     Program,
     Types,
     compile_with_next,
-    float_pointers,
-    int32s,
     mask_rows,
     or_else,
 )
@@ -232,28 +231,14 @@ def boxed_arguments(
         absent += ["tile_order", "order_strides", "ordered"]
     types = {
         **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-        **made.pointers("query", "key", "value", "out", "rest"),
-        **dict.fromkeys(
-            ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
-        ),
-        **float_pointers("tops", "lse", "max_scores"),
-        **dict.fromkeys(("counter", "tile_order"), "*i32"),
-        "order_strides": ("i32", "i32"),
-        "ordered": "i32",
-        **made.common_types,
-        **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
+        **ROW_STRIDES,
     }
     constants: dict[str, object] = {
         **dict.fromkeys(absent),
         "SCORE_MOD": score_mod,
         "MASK_MOD": mask_mod,
-        "HAS_MASK": spec.mask_kind == "runs",
         "Q_BLOCK": spec.block_size[0],
         "KV_BLOCK": spec.block_size[1],
-        "GROUP": spec.gqa_ratio,
-        "KV_SHARED": spec.kv_broadcast,
-        "DIM": spec.head_dim,
-        "VALUE_DIM": spec.value_head_dim,
         "D": sum(boxes[name][-1] for name in _descriptors_of("query", boxes)),
         "DV": sum(boxes[name][-1] for name in _descriptors_of("value", boxes)),
         "WANT_LSE": lse,
@@ -261,7 +246,7 @@ def boxed_arguments(
         "WANT_REST": rest,
         "EVEN": even,
     }
-    return {name: given for name, given in types.items() if name not in absent}, constants
+    return types, constants
 
 
 def program_for(
@@ -287,7 +272,6 @@ def program_for(
     return made.program(
         key,
         hopper_forward.forward_kernel,
-        types,
         {
             **dict.fromkeys(DESCRIBED.keys() - boxes.keys()),
             **constants,
@@ -307,8 +291,8 @@ def program_for(
             "CONSUMER_REGISTERS": tiles.registers[0],
             "PRODUCER_REGISTERS": tiles.registers[1],
         },
-        {},
         Options(4, 1),
+        types=types,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from anyflex.plugin import Call, Spec
 from anyflex_cuda.gluon_launch import GluonProgram, is_aligned
 from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.kernel_arguments import TYPES
 from anyflex_triton.building import CompiledFiles, Programs, mask_scores_source
 
 __all__ = ["GluonPrograms"]
@@ -38,6 +39,7 @@ class GluonPrograms(Programs):
         fast_tanh = bool(overrides.get("fast_tanh"))
         source = gluon_source(source + mask_scores_source(spec), fast_tanh)
         super().__init__(spec, source, "hopper", overrides, files=files)
+        self.types.update(TYPES)
         # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":

@@ -802,20 +802,14 @@ def backward_kernel(
         key, value, dk, dv: descriptors [Bkv, Hkv, S, E or Ev] of boxes of 64 keys.
         row_values: descriptor [4 * B * Hq, padded L] of boxes [1, BLOCK_M], written by
             `backward_rows.prepare_kernel`.
-        dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], which
-            the kernel adds to: each holds 64 rows and 64 columns in the order of
-            `in_order_of_threads`.
-        odd_keys: int32 [Bkv * Hkv, tiles * 2], written: for every 64 keys 1 if some dk or dv is
-            non-finite, else 0.
-        counter: int32, 0 before the launch: number of tiles taken beyond each program's first.
-        totals: as in `anyflex_triton.backward_queries`, where CAPTURED_GRADIENTS.
+        dq_sums: descriptor of boxes [1, 128, 32], which the kernel adds to: each holds 64 rows and
+            64 columns in the order of `in_order_of_threads`.
+        odd_keys: [Bkv * Hkv, tiles * 2], written.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
             is a multiple of BLOCK_M, KV_BLOCK of 128.
         units: Bkv * Hkv. head_group: how many of them run at a time.
         RAGGED: whether kv_length isn't a multiple of 128, or there is a score mod and q_length
             isn't a multiple of BLOCK_M.
-        DYNAMIC: whether programs take the next free tile; else each takes every n-th tile of n
-            programs.
     """
     gl.static_assert(OF_ROWS + STAGES <= OF_DS, "each slot of query rows has a barrier")
     dtype: gl.constexpr = query.dtype

@@ -600,13 +600,8 @@ def decode_kernel(
         counts: int64 [units] at the begin of partial_out, uninitialized: number of a unit's parts
             that are written, see `decode_parts.begin_count`. One tensor less to allocate saves the
             host two microseconds.
-        mark: argument of `decode_parts.begin_count`.
         out, rest, tops, lse, max_scores, o_strides: as in `decode_sums.combine_kernel`; used with
             ADDS, where parts are added up here.
-        edges, most: as in `decode_steps.steps_kernel`, if PLAN isn't NONE.
-        unit_steps: number of a unit's steps, if PLAN is NONE. groups: argument of
-            `decode_steps.share_of`.
-        tables, ints, floats, shifts, scale: as in `anyflex_triton.forward`.
     """
     units = batch * kv_heads
     partial_out += counts_floats(units)

@@ -778,32 +778,19 @@ def forward_kernel(
     are left.
 
     Args:
-        q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
-            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Without WANT_REST
-            rest's arguments are None.
-        q2_desc, k2_desc, v2_desc, o2_desc, r2_desc: descriptors of the second part of the columns,
-            or None; the first descriptors' boxes have the columns of the first part.
+        q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of boxes of 64 or
+            BLOCK_N rows, D or DV columns, or where there are second parts (q2_desc), the columns
+            of the first. Without WANT_REST rest's arguments are None.
         query, key, value, out, rest: pointers for `write_nonfinite_rows`, with strides (b, h,
-            row); DIM and VALUE_DIM are their columns.
-        tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
-        lse, max_scores: [B, Hq, L], float32.
-        counter: int32, 0 before the launch: number of tiles taken beyond each program's first.
-            Used where DYNAMIC and programs are fewer than tiles.
-        tile_order, order_strides, ordered: from `anyflex_cuda.tile_order`, None without a mask.
-            Where `ordered` is 0 a head's last tiles come first.
-        offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
-            tiles, head_group: as `anyflex_triton.forward`'s.
-        Q_BLOCK, KV_BLOCK: block size of the mask; Q_BLOCK is a multiple of a tile's rows.
-        EVEN: whether kv_length and KV_BLOCK are multiples of BLOCK_N.
+            row) in elements.
+        counter: used where DYNAMIC and programs are fewer than tiles.
+        Q_BLOCK: a multiple of a tile's rows.
         PINNED: whether a step's softmax overlaps the product of the previous weights: see `pin`.
         SKIPS: whether warps skip rescaling by factors of 1: see `rescaled`.
         APART: whether steps that may have dead pairs have a loop of their own.
         CHAINS: argument of `largest_of`.
         SHARES_ROOM: whether out and rest are stored from the queries' buffers, because shared
             memory has no room for both; their parts are as wide as the queries' first ones.
-        READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_SCORES: functions of
-            `anyflex_triton.mods`, for the loops; the first two are None where nothing is
-            prefetched.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

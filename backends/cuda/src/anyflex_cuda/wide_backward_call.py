@@ -21,7 +21,6 @@ from anyflex_triton.building import (
     Mods,
     Options,
     Types,
-    int32s,
     key_head_group,
     mask_rows,
 )
@@ -88,7 +87,7 @@ def wide_launches(
             made, call, False, mods, ragged,
             None if call.mask is None else mask_rows(call.mask.transposed()),
             {**given, "dk": dk, "dv": dv},
-            {"row_values": row_descriptor_type(_STEP), "odd_keys": "*i32"},
+            {"row_values": row_descriptor_type(_STEP)},
             {"row_values": row_descriptor(row_values, _STEP), "odd_keys": odd_keys},
             kv_batch * kv_heads, -(-keys // _STEP), key_head_group(call),
         )
@@ -102,7 +101,7 @@ def wide_launches(
                 made.mods(call, even and length % _ROWS == 0), bool(keys % _STEP),
                 None if call.mask is None else mask_rows(call.mask),
                 {**given, "dq": dq},
-                {"row_values": "*fp32", "odd_rows": "*i32", "padded_length": "i32"},
+                {},
                 {"row_values": row_values, "odd_rows": odd_rows,
                  "padded_length": row_values.shape[3]},
                 units, -(-length // _ROWS), made.head_group(units, keys),
@@ -129,29 +128,22 @@ def _launch(
             key,
             wide_function(of_queries),
             {
-                **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
-                **types,
-                **made.common_types,
-                **int32s("batch", "heads", "kv_heads", "units", "q_length", "kv_length", "tiles",
-                         "head_group"),
-            },
-            {
                 **{name: None for name, each in boxes.items() if each is None},
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "MASK_MOD": mods.mask_mod,
-                "HAS_MASK": rows is not None,
                 "Q_BLOCK": blocks[0] if of_queries else blocks[1],
                 "KV_BLOCK": blocks[1] if of_queries else blocks[0],
-                "GROUP": spec.gqa_ratio,
-                "KV_SHARED": spec.kv_broadcast,
                 "RAGGED": ragged,
                 "D": sum(parts_of(spec.head_dim)),
                 "DV": sum(parts_of(spec.value_head_dim)),
             },
-            {},
             Options(4, 1),
-        )  # fmt: skip
+            types={
+                **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
+                **types,
+            },
+        )
     return Launch(
         program,
         tiles * units,

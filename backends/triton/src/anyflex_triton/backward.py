@@ -117,16 +117,6 @@ def row_kernel(
     rows without a live key so that weights become 0, and NaN in far rows; two values for CAREFUL
     steps: in far rows row_max and the logarithm of row_sum, in others 0 and lse; then, where
     WANT_DELTA, delta = sum(out * dout) - dlse, 0 in rows without a live key.
-
-    Args:
-        values_of_head: L, or a little more: descriptors also load values past the last row, which
-            must be those of rows without a live key, because 0 times NaN is NaN.
-        out, rest, tops: stored by `forward_kernel`: results, their rounding residual, row_max and
-            row_sum.
-        given: sum(out * dout), where IS_GIVEN.
-        SCORED: there is a score mod.
-        WANT_DELTA: delta is computed; dV alone needs none.
-        LEADS: the next launch may begin before this one ends.
     """
     if LEADS:
         let_next_begin()

@@ -13,7 +13,6 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
-    Types,
     alignment_of,
     descriptor_of_floats,
     is_described_whole,
@@ -26,16 +25,13 @@ from anyflex_triton.dependent_launch import overlapping
 from anyflex_triton.kernel_signatures import (
     MaskRows,
     Programs,
-    aligned,
     beside,
     classes,
-    float_pointers,
-    int32s,
     kept_of,
     key_head_group,
     or_else,
     padded,
-    strides,
+    strides_of,
     tile_count,
 )
 from anyflex_triton.launch import FixedLaunch, Launch
@@ -168,9 +164,6 @@ def launches_again(
     return launches
 
 
-_value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64"}
-
-
 def _value_places(row_values: Tensor) -> dict[str, object]:
     return {"values_of_head": row_values.shape[3], "values_in_all": row_values.stride(0)}
 
@@ -183,11 +176,11 @@ def rows_launch(
     spec = made.spec
     rest, tops = kept_of(saved.extras)
     scored = made.mods(call, False).score_mod is not None
-    layouts = (
-        layout_of(saved.out),
-        layout_of(grad.dout),
-        layout_of(or_else(rest, saved.out)),
-    )
+    layouts = {
+        "out": layout_of(saved.out),
+        "dout": layout_of(grad.dout),
+        "rest": layout_of(or_else(rest, saved.out)),
+    }
     given = grad.delta is not None
     key = (
         "rows",
@@ -204,20 +197,7 @@ def rows_launch(
             key,
             backward.row_kernel,
             {
-                **made.pointers("out", "dout", "rest"),
-                **float_pointers("tops", "lse", "dlse", "given", "row_values"),
-                "scale": "fp32",
-                **strides("o_strides", "do_strides", "r_strides"),
-                "dl_strides": ("i64",) * 3,
-                **int32s("heads", "q_length"),
-                **_value_types,
-            },
-            {
-                "VALUE_DIM": spec.value_head_dim,
                 "DV": padded(spec.value_head_dim),
-                "UNITS": tuple(layout.unit for layout in layouts),
-                "SCATTERED": tuple(layout.scattered for layout in layouts),
-                "WIDE": spec.index_width == 64,
                 "SCORED": scored,
                 "HAS_DLSE": grad.dlse is not None,
                 "IS_GIVEN": given,
@@ -226,8 +206,8 @@ def rows_launch(
                 "LEADS": made.overlaps,
                 "BLOCK_M": 32,
             },
-            aligned(("out", "dout", "rest"), layouts),
             Options(4, 1),
+            layouts,
         )
     batch, heads, length = call.query.shape[:3]
     return Launch(
@@ -236,10 +216,9 @@ def rows_launch(
         {
             "out": saved.out, "rest": or_else(rest, saved.out), "tops": or_else(tops, row_values),
             "dout": grad.dout, "scale": call.scale,
-            "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, row_values),
+            **strides_of(layouts), "dlse": or_else(grad.dlse, row_values),
             "given": row_values if grad.delta is None else grad.delta.contiguous(),
             "lse": saved.lse.contiguous(), "row_values": row_values,
-            "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
             "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
             "heads": heads, **_value_places(row_values), "q_length": length,
         },
@@ -258,10 +237,11 @@ def keys_launch(
     """Return the launch that fills grads.dk and grads.dv; `rows` are the transposed mask's."""
     spec = made.spec
     dk, dv = grads.dk, grads.dv
-    layouts = (
-        *made.layouts(call, layout_of(dout)),
-        layout_of(call.key if dk is None else dk),
-        layout_of(call.value if dv is None else dv),
+    layouts = made.layouts(
+        call,
+        dout=layout_of(dout),
+        dk=layout_of(or_else(dk, call.key)),
+        dv=layout_of(or_else(dv, call.value)),
     )
     described = made.describer(call.query, dout)
     # A tile's first value must lie at a multiple of 16 bytes, and a stage, which follows another
@@ -283,28 +263,11 @@ def keys_launch(
         *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
-    names = ("query", "key", "value", "dout", "dk", "dv")
-    by_rows = ("query_rows", "dout_rows")
     if program is None:
         program = made.program(
             key,
             backward_keys.key_kernel,
             {
-                **made.pointers(*names, *by_rows),
-                **made.descriptors(described, config.block_m, query="D", dout="DV"),
-                **float_pointers("values_by_row"),
-                "row_values": f"tensordesc<fp32[{config.block_m}]>"
-                if described == "host"
-                else "*fp32",
-                **_value_types,
-                **made.common_types,
-                **strides("q_strides", "k_strides", "v_strides", "do_strides", "dk_strides",
-                           "dv_strides"),
-                **int32s("batch", "heads", "kv_batch_heads", "kv_heads", "q_length",
-                       "kv_length", "tiles", "head_group"),
-            },
-            {
-                **made.common_constants(layouts),
                 **mods.reading(),
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "Q_BLOCK": blocks[1],
@@ -320,10 +283,15 @@ def keys_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(names, layouts, ("query", "dout") if described == "host" else ())
-            | aligned(by_rows, (layouts[0], layouts[3])),
             overlapping(config.options, made.overlaps),
-        )  # fmt: skip
+            layouts,
+            {
+                **made.descriptors(described, config.block_m, query="D", dout="DV"),
+                "row_values": f"tensordesc<fp32[{config.block_m}]>"
+                if described == "host"
+                else "*fp32",
+            },
+        )
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
     tiles = tile_count(rows, keys, config.block_n)
@@ -339,9 +307,7 @@ def keys_launch(
             else row_values,
             "query_rows": call.query, "dout_rows": dout, "values_by_row": row_values,
             "dk": or_else(dk, call.key), "dv": or_else(dv, call.value),
-            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-            "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
-            "dk_strides": layouts[4].strides, "dv_strides": layouts[5].strides,
+            **strides_of(layouts),
             **_value_places(row_values),
             "batch": batch, "heads": heads, "kv_batch_heads": kv_batch * kv_heads,
             "kv_heads": kv_heads, "q_length": length, "kv_length": keys,
@@ -369,10 +335,7 @@ def queries_launch(
         follows_keys: the launch before it is `keys_launch`'s, and it may begin before that ends.
     """
     spec = made.spec
-    layouts = (
-        *made.layouts(call, layout_of(dout)),
-        layout_of(call.query if dq is None else dq),
-    )
+    layouts = made.layouts(call, dout=layout_of(dout), dq=layout_of(or_else(dq, call.query)))
     described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
@@ -384,25 +347,11 @@ def queries_launch(
         follows, *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
-    names = ("query", "key", "value", "dout", "dq")
-    by_rows = ("key_rows", "value_rows")
     if program is None:
         program = made.program(
             key,
             backward_queries.query_kernel,
             {
-                **made.pointers(*names, *by_rows),
-                **made.descriptors(described, config.block_n, key="D", value="DV"),
-                **float_pointers("row_values"),
-                **_value_types,
-                **made.common_types,
-                "totals": tuple(pointer_type(total.dtype) for total in totals),
-                **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides"),
-                **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles",
-                       "head_group"),
-            },
-            {
-                **made.common_constants(layouts),
                 **mods.reading(),
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
@@ -416,10 +365,13 @@ def queries_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(names, layouts, ("key", "value") if described == "host" else ())
-            | aligned(by_rows, layouts[1:3]),
             overlapping(config.options, follows),
-        )  # fmt: skip
+            layouts,
+            {
+                **made.descriptors(described, config.block_n, key="D", value="DV"),
+                "totals": tuple(pointer_type(total.dtype) for total in totals),
+            },
+        )
     batch, heads, length = call.query.shape[:3]
     tiles = tile_count(rows, length, config.block_m)
     return Launch(
@@ -431,9 +383,7 @@ def queries_launch(
             **made.described(described, config.block_n, key=call.key, value=call.value),
             "key_rows": call.key, "value_rows": call.value,
             "row_values": row_values, "dq": or_else(dq, call.query), "totals": tuple(totals),
-            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-            "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
-            "dq_strides": layouts[4].strides,
+            **strides_of(layouts),
             "batch_heads": batch * heads, "heads": heads, **_value_places(row_values),
             "q_length": length, "kv_length": call.key.shape[2],
             "tiles": tiles, "head_group": made.head_group(batch * heads, call.key.shape[2]),

@@ -158,21 +158,12 @@ def key_kernel(
     FOLLOWS: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Compute dK and dV; one program per tile of BLOCK_N keys of a KV head, over all rows that
-    read it.
+    read it. Its loops step over query, dout and row_values; DESCRIBED, the kernel itself makes
+    descriptors of the first two only.
 
     Args:
-        D, DV: columns of a part (`column_parts`).
-        row_values: output of `row_kernel`, [4, values_in_all].
-        query_rows, dout_rows, values_by_row: query, dout and row_values by pointers, whatever
-            DESCRIBED says.
-        DESCRIBED: "host": query, dout and row_values are descriptors of tiles of BLOCK_M.
-            "kernel": the kernel makes those of query and dout, for a head's rows. None: pointers.
-        BESIDE: one for query and one for dout, as in `head_at`.
         offsets, ends, runs: those of the transposed mask: its rows are key blocks, its runs count
             query blocks.
-        LOOPED: the loop over query heads stays a loop where there is one head.
-        FOLLOWS: the launch may begin before the one before it ends. LEADS: the next may begin
-            before this one ends.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
     # Under causal masks most queries see the first keys.

@@ -92,16 +92,8 @@ def query_kernel(
     EVEN: tl.constexpr,
     FOLLOWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Compute dQ and gradients of captured tensors; one program per query tile, as in forward.
-
-    Args:
-        D, DV: columns of a part (`column_parts`).
-        row_values: output of `row_kernel`, [4, values_in_all].
-        key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
-        DESCRIBED, BESIDE: as in `forward_kernel`.
-        totals: accumulators of the captured tensors that need gradients, added to atomically.
-        FOLLOWS: the launch may begin before the one before it ends, which must be `key_kernel`'s:
-            all of its programs have waited, so that row values are complete.
+    """Compute dQ and gradients of captured tensors; one program per query tile, as in forward. Its
+    loops step over key and value.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads

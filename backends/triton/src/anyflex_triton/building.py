@@ -4,8 +4,8 @@
 A kernel class         `TritonKernel` chooses and launches the portable kernels, and is the base of
                        others; it is constructed with `Target`, `Tuner` and `CompiledFiles`
 Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the user's functions,
-                       `MaskRows`, a block mask's runs, and words for signatures: `int32s`,
-                       `strides`, `float_pointers`, `aligned`, `classes`, `padded`
+                       `MaskRows`, a block mask's runs; `Arguments` and `types_of` describe a
+                       kernel's parameters; `strides_of`, `classes`, `padded`
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
 Launches               `Launch`, `FixedLaunch`, `FixedArguments`, `launch_all`; `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
@@ -36,19 +36,17 @@ from anyflex_triton.deterministic_captured_grads import integer_specs
 from anyflex_triton.forward_call import NeededNext, compile_with_next, mask_shape
 from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel import TritonKernel, cut
+from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
     MaskRows,
     Mods,
     Programs,
-    aligned,
     classes,
-    float_pointers,
-    int32s,
     kept_of,
     key_head_group,
     or_else,
     padded,
-    strides,
+    strides_of,
 )
 from anyflex_triton.launch import FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows
@@ -65,7 +63,9 @@ from anyflex_triton.tuning import Tuner
 
 __all__ = [
     "BYTES",
+    "GIVEN",
     "IMPORTED_OPERATIONS",
+    "Arguments",
     "Boxes",
     "CompiledFiles",
     "FixedArguments",
@@ -83,7 +83,6 @@ __all__ = [
     "TritonKernel",
     "Tuner",
     "Types",
-    "aligned",
     "backward_values",
     "captured_additions",
     "classes",
@@ -91,8 +90,6 @@ __all__ = [
     "cut",
     "expected_backward",
     "fixed_launches",
-    "float_pointers",
-    "int32s",
     "integer_specs",
     "kept_of",
     "key_head_group",
@@ -108,6 +105,7 @@ __all__ = [
     "pointer_type",
     "row_strides",
     "source_for",
-    "strides",
+    "strides_of",
+    "types_of",
     "write_source",
 ]

@@ -77,9 +77,6 @@ def decode_kernel(
         partial_out: [B, Hq, L, splits, Ev], float32, relative to each split's own row_max; from
             its element `sums_at` on [B, Hq, L, splits, 3]: row_max, row_sum relative to it, and 1
             if a score is NaN.
-        split_length: keys of a split, a multiple of BLOCK_N.
-        DESCRIBED: "kernel": the kernel makes descriptors of key and value. None: pointers.
-        LEADS: the next launch may begin before this one ends.
     """
     if LEADS:
         let_next_begin()
@@ -268,11 +265,6 @@ def combine_kernel(
     WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):
     """Combine the splits of a query row in their order, SPLITS at a time; one program per row.
-
-    Args:
-        partial_out, sums_at: arguments of `decode_kernel`.
-        FOLLOWS: the launch may begin before that kernel's ends.
-        the others: arguments of `store_row`.
     """
     if FOLLOWS:
         await_earlier()

@@ -16,7 +16,7 @@ from torch import Tensor
 from anyflex.plugin import Call, TensorSpec
 from anyflex_triton import backward
 from anyflex_triton.backward_call import queries_launch
-from anyflex_triton.kernel_signatures import MaskRows, Programs, float_pointers
+from anyflex_triton.kernel_signatures import MaskRows, Programs
 from anyflex_triton.launch import Launch
 from anyflex_triton.program import Options
 
@@ -58,20 +58,7 @@ def repeatable_launches(
     key = ("totals",)
     program = made.existing.get(key)
     if program is None:
-        program = made.program(
-            key,
-            backward.total_kernel,
-            {
-                **float_pointers("total"),
-                "integers": "*i64",
-                "largest": "*i32",
-                "counts": "*i64",
-                "count": "i64",
-            },
-            {"BLOCK": _BLOCK},
-            {},
-            Options(4, 1),
-        )
+        program = made.program(key, backward.total_kernel, {"BLOCK": _BLOCK}, Options(4, 1))
     return [
         queries_launch(made, call, dout, row_values, None, places, rows, config, "bounds"),
         queries_launch(made, call, dout, row_values, dq, places, rows, config, "integers"),

@@ -311,31 +311,8 @@ def forward_kernel(
     BESIDE: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Compute a query tile of BLOCK_M rows of one query head; one program per tile.
-
-    Args:
-        D, DV: columns of a part (`column_parts`).
-        query, key, value, out, rest: strides (b, h, row, column), all but the last in units of
-            UNITS elements; the last counts where SCATTERED says so. rest is the rounding residual
-            of out.
-        tops: [B, Hq, L, 2], float32, for backward: row_max of `final_scores`, and the logarithm to
-            base 2 of row_sum relative to it.
-        lse, max_scores: [B, Hq, L], float32.
-        offsets, ends, runs: the block mask's; `mask_strides` are the strides of its (b, h).
-        shifts: added to b, h, q_idx, kv_idx before a mod sees them.
-        tiles: number of tiles of a head; batch_heads: B * Hq; head_group: number of heads that run
-            at a time.
-        Q_BLOCK, KV_BLOCK: block sizes of the mask. A tile never crosses its blocks.
-        READ_ROWS, READ_COLUMNS: early reads; with them SCORE_MOD and MASK_MOD are the functions of
-            read.
-        MASK_READS: the mask mod reads elements that row and key decide together.
-        EVEN: lengths, and the mask's blocks, are multiples of the tiles that the kernel loops
-            over.
-        key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
-        DESCRIBED: "host": key and value are descriptors of all rows of all heads, of tiles of
-            BLOCK_N. "kernel": the kernel makes them, of a head's rows. None: tiles are loaded by
-            pointers.
-        BESIDE: one for key and one for value, as in `head_at`.
+    """Compute a query tile of BLOCK_M rows of one query head; one program per tile. Its loops step
+    over key and value.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads

@@ -18,15 +18,12 @@ from anyflex_triton.kernel_signatures import (
     MaskRows,
     Mods,
     Programs,
-    aligned,
     beside,
     classes,
-    float_pointers,
-    int32s,
     kept_of,
     or_else,
     padded,
-    strides,
+    strides_of,
     tile_count,
 )
 from anyflex_triton.launch import FixedLaunch, Launch, launch_all
@@ -195,7 +192,7 @@ def _fixed_prefill(
 ) -> FixedLaunch:  # fmt: skip
     spec = made.spec
     rest, tops = kept_of(out.saved)
-    layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
+    layouts = made.layouts(call, out=layout_of(out.out), rest=layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
     heads_beside = beside(described, call.key, call.value)
     blocks = spec.block_size if rows is None else rows.block_size
@@ -209,15 +206,6 @@ def _fixed_prefill(
             key,
             forward.forward_kernel,
             {
-                **made.pointers("query", "key", "value", "key_rows", "value_rows", "out", "rest"),
-                **made.descriptors(described, config.block_n, key="D", value="DV"),
-                **float_pointers("tops", "lse", "max_scores"),
-                **made.common_types,
-                **strides("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
-                **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
-            },
-            {
-                **made.common_constants(layouts),
                 **mods.reading(),
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
@@ -234,22 +222,16 @@ def _fixed_prefill(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(
-                ("query", "key", "value", "out", "rest"),
-                layouts,
-                ("key", "value") if described == "host" else (),
-            )
-            | aligned(("key_rows", "value_rows"), layouts[1:3]),
             config.options,
+            layouts,
+            made.descriptors(described, config.block_n, key="D", value="DV"),
         )
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
     tiles = tile_count(rows, length, config.block_m)
     values = {
         **made.described(described, config.block_n, key=call.key, value=call.value),
-        "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-        "v_strides": layouts[2].strides, "o_strides": layouts[3].strides,
-        "r_strides": layouts[4].strides,
+        **strides_of(layouts),
         "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
         "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
     }  # fmt: skip
@@ -296,15 +278,6 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
             key,
             decode.decode_kernel,
             {
-                **made.pointers("query", "key", "value"),
-                **float_pointers("partial_out"),
-                **made.common_types,
-                **strides("q_strides", "k_strides", "v_strides"),
-                "sums_at": "i64",
-                **int32s("heads", "q_length", "kv_length", "splits", "split_length"),
-            },
-            {
-                **made.common_constants(layouts),
                 # Decoding tiles have one part.
                 "D": padded(spec.head_dim),
                 "DV": padded(spec.value_head_dim),
@@ -317,14 +290,13 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
             },
-            aligned(("query", "key", "value"), layouts),
             config.options,
+            layouts,
         )
     splits = splits_of(spec, call.query.device, call.query.shape, keys, mask_shape(call))
     pieces = -(-max(keys, 1) // config.block_n)
     values = {
-        "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-        "v_strides": layouts[2].strides,
+        **strides_of(layouts),
         "sums_at": splits.sums_at,
         "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
         "split_length": -(-pieces // splits.number) * config.block_n,
@@ -367,15 +339,6 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
             key,
             decode.combine_kernel,
             {
-                **float_pointers("partial_out", "tops", "lse", "max_scores"),
-                **made.pointers("out", "rest"),
-                **strides("o_strides"),
-                "scale": "fp32",
-                "sums_at": "i64",
-                **int32s("heads", "q_length", "splits"),
-            },
-            {
-                "VALUE_DIM": spec.value_head_dim,
                 "DV": padded(spec.value_head_dim),
                 "SPLITS": 16,
                 "UNIT": o_layout.unit,
@@ -386,7 +349,6 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
                 "WANT_TOPS": tops is not None,
                 "FOLLOWS": made.overlaps,
             },
-            {},
             overlapping(Options(4, 1), made.overlaps),
         )
     batch, heads, length = call.query.shape[:3]

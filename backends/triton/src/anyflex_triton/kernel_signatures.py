@@ -35,6 +35,7 @@ from anyflex_triton.configs import (
 from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.forward import plain_score
 from anyflex_triton.generated_modules import load_module
+from anyflex_triton.kernel_arguments import ARGUMENTS, ELEMENTS, types_of
 from anyflex_triton.launch import Launch
 from anyflex_triton.lowering import cap_factors, direct_reads
 from anyflex_triton.mods import (
@@ -55,18 +56,15 @@ __all__ = [
     "MaskRows",
     "Mods",
     "Programs",
-    "aligned",
     "beside",
     "classes",
     "columns_of_part",
-    "float_pointers",
     "heads_at_a_time",
-    "int32s",
     "kept_of",
     "key_head_group",
     "or_else",
     "padded",
-    "strides",
+    "strides_of",
     "tile_count",
 ]
 
@@ -93,6 +91,11 @@ _OPTION_NAMES: dict[KernelName, tuple[str, str, str, str]] = {
 """Names of users' options for a kernel's block_m, block_n, num_warps and num_stages."""
 Describer = Literal["host", "kernel"]
 """Side that makes the descriptors of a kernel's loads: the host, as arguments, or the kernel."""
+_STRIDES = {
+    "query": "q_strides", "key": "k_strides", "value": "v_strides", "out": "o_strides",
+    "rest": "r_strides", "dout": "do_strides", "dq": "dq_strides", "dk": "dk_strides",
+    "dv": "dv_strides",
+}  # fmt: skip
 _KEYS = 3
 """Index of kv_idx among `direct_reads`' arguments."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
@@ -225,7 +228,7 @@ class Programs:
         self._caps = cap_factors(spec)
         self._may_be_short = " if SHORT else " in source
         self.existing: dict[object, Program] = {}
-        self.common_types = _common_types(spec)
+        self.types = {**_described_types(spec), **_mod_types(spec)}
         self.tuner = tuner
         self._files = files
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
@@ -235,6 +238,17 @@ class Programs:
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
         self.mask_reads_pairs = graph is not None and reads_pairs(graph)
         self.in_tf32 = target != "amd" and spec.fp32_precision in ("high", "medium")
+        self.constants: dict[str, object] = {
+            "HAS_MASK": spec.mask_kind == "runs",
+            "GROUP": spec.gqa_ratio,
+            "KV_SHARED": spec.kv_broadcast,
+            "DIM": spec.head_dim,
+            "VALUE_DIM": spec.value_head_dim,
+            "D": columns_of_part(spec.head_dim),
+            "DV": columns_of_part(spec.value_head_dim),
+            "WIDE": spec.index_width == 64,
+            "PRECISION": "tf32" if self.in_tf32 else "ieee",
+        }
         self._traits = Traits(
             max(spec.head_dim, spec.value_head_dim),
             spec.dtype.itemsize,
@@ -440,23 +454,54 @@ class Programs:
         self,
         key: object,
         function: Any,
-        types: Mapping[str, Types],
         constants: Mapping[str, object],
-        aligned: Mapping[str, int],
         options: Options,
+        layouts: Mapping[str, Layout] | None = None,
+        types: Mapping[str, Types] | None = None,
+        aligned: Mapping[str, int] | None = None,
     ) -> Program:
+        """Return the program of a key, made of the arguments that the kernel has.
+
+        Args:
+            constants: those that don't follow from the spec.
+            layouts: of the tensors that have strides, by name: their pointers are as aligned, and
+                so are those of the same tensors called _rows.
+            types: types that aren't as `kernel_arguments` describes them.
+            aligned: bytes that divide other pointers.
+        """
         with self._lock:
             found = self.existing.get(key)
-            if found is None:
-                found = self.made_as(function, types, constants, aligned, options, self._files)
-                self.existing[key] = found
+            if found is not None:
+                return found
+            names, layouts = function.arg_names, layouts or {}
+            if layouts:
+                constants = {
+                    "UNITS": tuple(layout.unit for layout in layouts.values()),
+                    "SCATTERED": tuple(layout.scattered for layout in layouts.values()),
+                    **constants,
+                }
+            constants = {**self.constants, **constants}
+            constants = {name: constants[name] for name in names if name in constants}
+            known = {**self.types, **(types or {})}
+            typed = {name: known[name] for name in names if name not in constants}
+            divided = dict(aligned or {})
+            for name, given in typed.items():
+                layout = layouts.get(name.removesuffix("_rows"))
+                if layout is not None and layout.unit > 1 and str(given).startswith("*"):
+                    divided[name] = layout.alignment
+            found = self.existing[key] = self.made_as(
+                function, typed, constants, divided, options, self._files
+            )
         return found
 
-    def layouts(self, call: Call, *more: Layout) -> tuple[Layout, ...]:
-        return (layout_of(call.query), layout_of(call.key), layout_of(call.value), *more)
-
-    def pointers(self, *names: str) -> dict[str, Types]:
-        return dict.fromkeys(names, pointer_type(self.spec.dtype))
+    def layouts(self, call: Call, **more: Layout) -> dict[str, Layout]:
+        """Return the layouts of query, key, value and the tensors of `more`, by name."""
+        return {
+            "query": layout_of(call.query),
+            "key": layout_of(call.key),
+            "value": layout_of(call.value),
+            **more,
+        }
 
     def describer(self, *tensors: Tensor) -> Describer | None:
         """Return the side that can make descriptors that speed up these tensors' loads, or
@@ -493,22 +538,6 @@ class Programs:
             for name, tensor in tensors.items()
         }
 
-    def common_constants(self, layouts: Sequence[Layout]) -> dict[str, object]:
-        spec = self.spec
-        return {
-            "HAS_MASK": spec.mask_kind == "runs",
-            "GROUP": spec.gqa_ratio,
-            "KV_SHARED": spec.kv_broadcast,
-            "DIM": spec.head_dim,
-            "VALUE_DIM": spec.value_head_dim,
-            "D": columns_of_part(spec.head_dim),
-            "DV": columns_of_part(spec.value_head_dim),
-            "UNITS": tuple(layout.unit for layout in layouts),
-            "SCATTERED": tuple(layout.scattered for layout in layouts),
-            "WIDE": spec.index_width == 64,
-            "PRECISION": "tf32" if self.in_tf32 else "ieee",
-        }
-
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
         values = self.mod_values(call)
         if rows is None:
@@ -523,7 +552,7 @@ class Programs:
 
     def mod_values(self, call: Call) -> dict[str, object]:
         """Return the arguments of mods."""
-        types = self.common_types
+        types = self.types
         tables, ints = call.captured, call.ints
         if tables:
             sizes = [number for t in tables for number in (*t.shape, *t.stride())]
@@ -581,7 +610,14 @@ def key_head_group(call: Call, more: int = 0) -> int:
     return min(heads_at_a_time(query.shape[2] * bytes_of_row), key.shape[0] * key.shape[1])
 
 
-def _common_types(spec: Spec) -> dict[str, Types]:
+def _described_types(spec: Spec) -> dict[str, Types]:
+    pointer = pointer_type(spec.dtype)
+    types = types_of(ARGUMENTS)
+    return {name: pointer if type_ == ELEMENTS else type_ for name, type_ in types.items()}
+
+
+def _mod_types(spec: Spec) -> dict[str, Types]:
+    """Return the types of the arguments that mods capture."""
     slots = [
         str(node.attribute)
         for graph in (spec.score_graph, spec.mask_graph)
@@ -595,13 +631,9 @@ def _common_types(spec: Spec) -> dict[str, Types]:
     }
     sizes = 2 * sum(facts.rank for facts in spec.captured)
     return {
-        **dict.fromkeys(("offsets", "ends", "runs"), "*i32"),
-        "mask_strides": ("i32", "i32"),
         "tables": tuple(pointer_type(facts.dtype) for facts in spec.captured),
         "ints": ("i64",) * (sizes + counts["i"]),
         "floats": ("fp32",) * counts["f"],
-        "shifts": ("i32",) * 4,
-        "scale": "fp32",
     }
 
 
@@ -624,18 +656,14 @@ def beside(described: Describer | None, *tensors: Tensor) -> tuple[bool, ...]:
     return tuple(described == "host" and heads_described(tensor) == "beside" for tensor in tensors)
 
 
-def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:
-    return tuple([(layout.unit, layout.scattered) for layout in layouts])
+def classes(layouts: Mapping[str, Layout]) -> tuple[tuple[int, bool], ...]:
+    """Return what kernels are compiled for of tensors' layouts."""
+    return tuple([(layout.unit, layout.scattered) for layout in layouts.values()])
 
 
-def aligned(
-    names: Sequence[str], layouts: Sequence[Layout], described: Sequence[str] = ()
-) -> dict[str, int]:
-    return {
-        name: layout.alignment
-        for name, layout in zip(names, layouts, strict=True)
-        if layout.unit > 1 and name not in described
-    }
+def strides_of(layouts: Mapping[str, Layout]) -> dict[str, object]:
+    """Return the arguments that are strides of these tensors, by name."""
+    return {_STRIDES[name]: layout.strides for name, layout in layouts.items()}
 
 
 def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -648,15 +676,3 @@ def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
 def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     """Return the tensor or its stand-in: a pointer that is never used must still be valid."""
     return stand_in if tensor is None else tensor
-
-
-def float_pointers(*names: str) -> dict[str, Types]:
-    return dict.fromkeys(names, "*fp32")
-
-
-def strides(*names: str) -> dict[str, Types]:
-    return dict.fromkeys(names, ("i64",) * 4)
-
-
-def int32s(*names: str) -> dict[str, Types]:
-    return dict.fromkeys(names, "i32")

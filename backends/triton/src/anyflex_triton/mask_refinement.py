@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anyflex.plugin import Call, MaskViews, TensorSpec
 from anyflex_triton import mask_refinement_kernels
-from anyflex_triton.kernel_signatures import MaskRows, Programs, int32s
+from anyflex_triton.kernel_signatures import MaskRows, Programs
 from anyflex_triton.launch import Launch
 from anyflex_triton.program import Options
 
@@ -114,12 +114,6 @@ def _finer(
         ("kinds", transposed, tile, mods.key),
         mask_refinement_kernels.kinds_kernel,
         {
-            **{name: made.common_types[name] for name in of_mods},
-            **dict.fromkeys(("offsets", "runs"), "*i32"),
-            "kinds": "*i8",
-            **int32s("length", "column_length", "columns", "chunks"),
-        },
-        {
             "MASK_MOD": mods.mask_mod,
             "TRANSPOSED": transposed,
             "ROW_BLOCK": views.block_size[0],
@@ -128,20 +122,13 @@ def _finer(
             "COLUMNS": tile[1],
             "CHUNK": _KINDS_CHUNK,
         },
-        {},
         # A larger tile spills with fewer warps.
         Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1),
     )
     for_runs = made.program(
         ("runs",),
         mask_refinement_kernels.runs_kernel,
-        {
-            "kinds": "*i8",
-            **dict.fromkeys(("new_edges", "new_runs"), "*i32"),
-            **int32s("tiles", "columns"),
-        },
         {"CHUNK": _RUNS_CHUNK},
-        {},
         Options(4, 1),
     )
     launches = [
