@@ -115,7 +115,7 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 LOWEST = torch.finfo(torch.float32).min
 PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
-WIDE = ("prepare_kernel", "key_kernel", "query_kernel", "repair_kernel")
+WIDE = ("prepare_kernel", "wide_kernel", "wide_kernel", "repair_kernel")
 CASES = [
     Case("plain", again=True),
     Case("score mod and mask", score=scaled, score_backward=halved, mask=packed),
@@ -160,7 +160,7 @@ CASES = [
         score=scaled,
         score_backward=halved,
         learns=True,
-        launched=("prepare_kernel", "key_kernel", "repair_kernel", "query_kernel"),
+        launched=("prepare_kernel", "wide_kernel", "repair_kernel", "query_kernel"),
     ),
     Case(
         "learns by pair",

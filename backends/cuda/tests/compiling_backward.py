@@ -22,7 +22,7 @@ from with_ptxas import compiled, compiling, spills_of
 import anyflex
 from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
-from anyflex_cuda import forward_call, hopper_wide_backward
+from anyflex_cuda import forward_call
 from anyflex_cuda.backend import CudaBackend
 from anyflex_triton.building import Program
 
@@ -202,10 +202,12 @@ def main() -> int:
                     continue
                 done.add(id(program))
                 made, told = compiled(program)
+                kernel = program.function.__name__
+                if wide := kernel == "wide_kernel":
+                    kernel = "wide_queries" if program.constants["OF_QUERIES"] else "wide_keys"
                 name = f"{case} {more.get('dims', (128, 128))}".replace(" ", "")
-                wide = program.function.__module__ == hopper_wide_backward.__name__
                 print(
-                    name, "wide_" * wide + program.function.__name__, made.metadata.shared,
+                    name, kernel, made.metadata.shared,
                     spills_of(told), "serialized" if "serialized" in told else "free",
                     run_loops(made.asm["ttgir"]), unfenced(made.asm["ptx"], not wide), flush=True,
                 )  # fmt: skip

@@ -22,8 +22,8 @@ from anyflex_triton.building import Boxes, Program
 Mod = Callable[..., Any]
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
 WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
-WIDE = ["prepare_kernel", "key_kernel", "query_kernel", "repair_kernel"]
-WIDE_WITHOUT_DQ = ["prepare_kernel", "key_kernel", "repair_kernel"]
+WIDE = ["prepare_kernel", "wide_kernel", "wide_kernel", "repair_kernel"]
+WIDE_WITHOUT_DQ = ["prepare_kernel", "wide_kernel", "repair_kernel"]
 
 
 def by_head(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:

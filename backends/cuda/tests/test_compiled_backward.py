@@ -55,7 +55,7 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
             limit = {
                 "backward_kernel": main,
                 "query_kernel": BY_PAIR,
-                "wide_key_kernel": 0,
-                "wide_query_kernel": WIDE,
+                "wide_keys": 0,
+                "wide_queries": WIDE,
             }.get(kernel, REPAIRED[above_128])
             assert int(spilled) <= limit, (case, kernel, spilled)

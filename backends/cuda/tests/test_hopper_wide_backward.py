@@ -98,11 +98,11 @@ class Case:
         dk, dv = np.full(problem.k.shape, np.nan), np.full(problem.v.shape, np.nan)
         odd = np.full((units, tiles), 7)
         self._run(
-            "key_kernel",
             units * tiles,
             {
                 **problem.arguments(transposed=True), **given,
                 **_boxes("dk", dk, self.parts), **_boxes("dv", dv, self.value_parts),
+                **dict.fromkeys(("dq", "dq_2", "odd_rows", "padded_length")), "OF_QUERIES": False,
                 "row_values": Box(values.reshape(-1, padded), (1, 64), 4),
                 "odd_keys": Pointer(odd), "units": units, "tiles": tiles,
                 "RAGGED": past_end or (self.has_score_mod and bool(self.rows % 64)),
@@ -117,10 +117,10 @@ class Case:
         dq = np.full(problem.q.shape, np.nan)
         odd = np.full((units, tiles * 2), 7)
         self._run(
-            "query_kernel",
             units * tiles,
             {
                 **problem.arguments(transposed=False), **given, **_boxes("dq", dq, self.parts),
+                **dict.fromkeys(("dk", "dk_2", "dv", "dv_2", "odd_keys")), "OF_QUERIES": True,
                 "row_values": Pointer(values), "odd_rows": Pointer(odd), "units": units,
                 "padded_length": padded, "tiles": tiles, "RAGGED": past_end,
             },
@@ -132,11 +132,9 @@ class Case:
         halves[:, : found.shape[1]] = found
         yield "odd rows", odd, halves
 
-    def _run(
-        self, name: str, programs: int, arguments: dict[str, Any], changed: tuple[str, str]
-    ) -> None:
+    def _run(self, programs: int, arguments: dict[str, Any], changed: tuple[str, str]) -> None:
         run_kernel(
-            hopper_wide_backward, name, programs, arguments, self.seed, changed, MORE,
+            hopper_wide_backward, "wide_kernel", programs, arguments, self.seed, changed, MORE,
         )  # fmt: skip
 
 

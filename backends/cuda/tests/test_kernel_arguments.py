@@ -41,3 +41,11 @@ def test_every_parameter_of_an_entry_is_described_and_no_others_are() -> None:
     known = {name for each in portable.ARGUMENTS for name in each.names}
     taken = {name for kernel in ENTRIES for name in kernel.arg_names}
     assert set(ours) <= taken <= known | set(ours)
+
+
+@pytest.mark.parametrize("kernel", ENTRIES, ids=lambda kernel: kernel.fn.__module__)
+def test_an_entry_takes_its_arguments_in_the_order_of_their_description(kernel: Any) -> None:
+    names = kernel.arg_names
+    for each in (*portable.ARGUMENTS, *ARGUMENTS):
+        taken = [name for name in names if name in each.names]
+        assert taken == [name for name in each.names if name in names]

@@ -25,7 +25,7 @@ from anyflex_cuda.gluon_launch import (
     row_descriptor_type,
 )
 from anyflex_cuda.kernel_arguments import TYPES
-from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_function, wide_launches
+from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_launches
 from anyflex_triton.building import (
     BYTES,
     FixedLaunch,
@@ -286,11 +286,10 @@ def _launches_again(
     )  # fmt: skip
     # Add descriptors of the tiles' second parts.
     values.update({f"{name}_2": values[name] for name in _DESCRIBED})
-    # The main kernel takes the transposed mask's rows under the names that other kernels have for
-    # the mask's rows.
-    main = wide_function(False) if is_wide(made.spec) else hopper_backward.backward_kernel
+    # The second launch makes dK and dV. Its kernel takes the transposed mask's rows under the
+    # names that other kernels have for the mask's rows.
     of_main = {**values, **of_keys}
-    return [each.launch(of_main if each.program.function is main else values) for each in fixed]
+    return [each.launch(of_main if i == 1 else values) for i, each in enumerate(fixed)]
 
 
 def backward_programs(

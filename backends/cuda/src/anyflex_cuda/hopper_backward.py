@@ -35,7 +35,7 @@ from anyflex_cuda.smem_mailbox import said, say
 from anyflex_cuda.split_tiles import layout_of_products, load_box, store_box
 from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
-__all__ = ["KEYS", "backward_kernel"]
+__all__ = ["KEYS", "KeyGrid", "backward_kernel"]
 
 
 @record
@@ -97,7 +97,7 @@ class DqMemory:
 
 @record
 class KeyGrid:
-    """Sizes of the grid of key tiles: arguments of `backward_kernel`."""
+    """Sizes of the grid of tiles: arguments of `backward_kernel`."""
 
     batch: Any
     heads: Any

@@ -1,11 +1,11 @@
-"""Backward on Hopper above head dim 128: a kernel that makes dK and dV, and one that makes dQ.
+"""Backward on Hopper above head dim 128: a kernel that makes dK and dV, or dQ.
 
 The registers of a warpgroup hold one gradient of 64 rows beside a step's scores. So a program that
 makes dK and dV of 64 keys has a consumer of four warps for each. The consumer of dV makes the
 weights and hands them, times the score mod's derivative, to the consumer of dK, which multiplies
 dout with the values meanwhile. A program that makes dQ of 128 query rows has two independent
-consumers of 64 rows each. A producer of one warp loads by TMA. In both kernels a step's scores are
-own rows (keys, or query rows) by columns (query rows, or keys), so that the weights are a register
+consumers of 64 rows each. A producer of one warp loads by TMA. In both a step's scores are own
+rows (keys, or query rows) by columns (query rows, or keys), so that the weights are a register
 operand of the product that adds to the gradient.
 
 Scores and dout's products are computed twice: 7 products where `hopper_backward` has 5. But
@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.hopper_backward import (
+    KeyGrid,
     head_of_stream,
     is_finite,
     now,
@@ -55,24 +56,7 @@ from anyflex_cuda.split_tiles import (
 )
 from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
-__all__ = ["key_kernel", "query_kernel"]
-
-
-@record
-class WideGrid:
-    """Sizes of the grid of tiles: arguments of the kernels."""
-
-    batch: Any
-    heads: Any
-    kv_heads: Any
-    units: Any
-    q_length: Any
-    kv_length: Any
-    tiles: Any
-    head_group: Any
-    GROUP: Any
-    KV_SHARED: Any
-    RAGGED: Any
+__all__ = ["wide_kernel"]
 
 
 @record
@@ -120,10 +104,10 @@ class WideCall:
     """Arguments of a consumer except its outputs.
 
     Attributes:
-        memory, mask, grid: `WideMemory`, `MaskRuns`, `WideGrid`.
+        memory, mask, grid: `WideMemory`, `MaskRuns`, `KeyGrid`.
         mods, gradients: `Mods` and `ModGradients` of `anyflex_triton.kernel_records`.
-        row_values, padded_length: arguments of `query_kernel`; None for dK and dV.
-        odd: the kernel's argument odd_keys or odd_rows.
+        row_values, padded_length: arguments of `wide_kernel` for dQ; None for dK and dV.
+        odd: argument odd_keys or odd_rows of `wide_kernel`.
         words: mailbox word by which the consumer of dK says whether dK is finite.
         OWN_BLOCK, STEP_BLOCK: the mask's block sizes along own rows and along steps.
     """
@@ -679,71 +663,87 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def key_kernel(
-    key, key_2, value, value_2, query, query_2, dout, dout_2, dk, dk_2, dv, dv_2, row_values,
-    odd_keys, offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch, heads,
-    kv_heads, units, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
+def wide_kernel(
+    query, query_2, key, key_2, value, value_2, dout, dout_2, dq, dq_2, dk, dk_2, dv, dv_2,
+    row_values, odd_keys, odd_rows, offsets, ends, runs, mask_strides, tables, ints, floats,
+    shifts, scale, batch, heads, kv_heads, units, q_length, kv_length, padded_length, tiles,
+    head_group, OF_QUERIES: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
-    """Kernel of dK and dV, 64 keys per program.
+    """Kernel of dQ, 128 query rows per program (OF_QUERIES), or of dK and dV, 64 keys per program.
+    Arguments that belong to the other gradients are None.
 
     Args:
-        key, value, query, dout, dk, dv: descriptors [B, H, length, E or Ev] of boxes of 64 rows
-            and the columns of the first of `forward_call.parts_of`; names with _2 are of the
-            second part, or None.
-        row_values: descriptor [4 * B * Hq, padded L] of boxes [1, 64], written by
-            `backward_rows.prepare_kernel`.
-        odd_keys: int32 [Bkv * Hkv, tiles], written: for every 64 keys 1 if some dk or dv is
-            non-finite, else 0.
-        offsets, ends, runs: of the transposed mask. Both blocks are multiples of 64.
-        units: Bkv * Hkv. head_group: how many of them run at a time.
-        RAGGED: whether kv_length isn't a multiple of 64, or there is a score mod and q_length
-            isn't a multiple of 64.
+        query, key, value, dout, dq, dk, dv: descriptors [B, H, length, E or Ev] of boxes of 64
+            rows and the columns of the first of `forward_call.parts_of`.
+        row_values: written by `backward_rows.prepare_kernel`: float32 [4, B, Hq, padded_length];
+            for dK and dV a descriptor of it, [4 * B * Hq, padded_length], of boxes [1, 64].
+        odd_keys: [Bkv * Hkv, tiles], written. odd_rows: [B * Hq, tiles * 2], written.
+        offsets, ends, runs: rows of the mask; for dK and dV of the transposed mask. Q_BLOCK is a
+            multiple of 128, or for dK and dV of 64, and KV_BLOCK of 64.
+        units: B * Hq, or Bkv * Hkv. head_group: how many of them run at a time.
+        RAGGED: whether kv_length isn't a multiple of 64, or for dK and dV there is a score mod and
+            q_length isn't a multiple of 64.
     """
+    q_descs = descriptors(query, query_2)
     k_descs = descriptors(key, key_2)
     v_descs = descriptors(value, value_2)
-    q_descs = descriptors(query, query_2)
     do_descs = descriptors(dout, dout_2)
-    dk_descs = descriptors(dk, dk_2)
-    dv_descs = descriptors(dv, dv_2)
-    k_tiles = buffers(k_descs, 1)
-    v_tiles = buffers(v_descs, 1)
-    q_tiles = buffers(q_descs, STAGES)
-    do_tiles = buffers(do_descs, STAGES)
-    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, STEP], row_values.layout)
-    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, STEP], row_values.layout)
-    # A thread stores two neighbours at a time; the eight rows of a warp lie in different banks.
-    OF_FACTORS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
-    factors = gl.allocate_shared_memory(gl.float32, [STAGES, 64, STEP], OF_FACTORS)
-    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    # Mailbox word that says whether dK is finite.
-    words = gl.allocate_shared_memory(gl.int32, [1, 1], word)
-    kv_full = barriers(1)
-    q_full = barriers(STAGES)
-    do_full = barriers(STAGES)
-    fence_async_shared()
-    loads = WideLoads(
-        own=k_descs, own_later=v_descs, first=q_descs, second=do_descs, row_values=row_values, D=D,
-        DV=DV,
-    )
+    if OF_QUERIES:
+        loads = WideLoads(
+            own=q_descs, own_later=do_descs, first=k_descs, second=v_descs, row_values=None, D=D,
+            DV=DV,
+        )
+    else:
+        loads = WideLoads(
+            own=k_descs, own_later=v_descs, first=q_descs, second=do_descs, row_values=row_values,
+            D=D, DV=DV,
+        )
+    OWN_TILES: gl.constexpr = 2 if OF_QUERIES else 1
+    SECOND_SLOTS: gl.constexpr = 1 if OF_QUERIES else STAGES
+    own_tiles = buffers(loads.own, OWN_TILES)
+    own_later_tiles = buffers(loads.own_later, OWN_TILES)
+    first_tiles = buffers(loads.first, STAGES)
+    second_tiles = buffers(loads.second, SECOND_SLOTS)
+    if OF_QUERIES:
+        step_rows = None
+        factors = None
+        words = None
+    else:
+        lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, STEP], row_values.layout)
+        delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, STEP], row_values.layout)
+        step_rows = (lse_rows, delta_rows)
+        # A thread stores two neighbours at a time; the eight rows of a warp lie in different
+        # banks.
+        OF_FACTORS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+        factors = gl.allocate_shared_memory(gl.float32, [STAGES, 64, STEP], OF_FACTORS)
+        word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        # Mailbox word that says whether dK is finite.
+        words = gl.allocate_shared_memory(gl.int32, [1, 1], word)
+    own_full = barriers(1)
     memory = WideMemory(
-        own=k_tiles, own_later=v_tiles, first=q_tiles, second=do_tiles,
-        rows=(lse_rows, delta_rows), first_full=q_full, second_full=do_full, factors=factors,
+        own=own_tiles, own_later=own_later_tiles, first=first_tiles, second=second_tiles,
+        rows=step_rows, first_full=barriers(STAGES), second_full=barriers(SECOND_SLOTS),
+        factors=factors,
     )
+    fence_async_shared()
     mask = MaskRuns(
         offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
         Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
     )
-    grid = WideGrid(
+    grid = KeyGrid(
         batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
         kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
         RAGGED=RAGGED,
     )
+    OWN_BLOCK: gl.constexpr = Q_BLOCK if OF_QUERIES else KV_BLOCK
+    STEP_BLOCK: gl.constexpr = KV_BLOCK if OF_QUERIES else Q_BLOCK
     call = WideCall(
-        odd=odd_keys, words=words, own_full=kv_full.index(0), memory=memory, mask=mask, grid=grid,
-        row_values=None, padded_length=None, tables=tables,
+        odd=odd_rows if OF_QUERIES else odd_keys, words=words, own_full=own_full.index(0),
+        memory=memory, mask=mask, grid=grid, row_values=row_values if OF_QUERIES else None,
+        padded_length=padded_length, tables=tables,
         mods=Mods(
             ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
             MASK_MOD=MASK_MOD,
@@ -751,93 +751,24 @@ def key_kernel(
         gradients=ModGradients(
             totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
         ),
-        OWN_BLOCK=KV_BLOCK, STEP_BLOCK=Q_BLOCK,
+        OWN_BLOCK=OWN_BLOCK, STEP_BLOCK=STEP_BLOCK,
     )
-    gl.warp_specialize(
-        [
-            (consume, (call, dv_descs, v_tiles, 0, "v")),
-            (consume, (call, dk_descs, k_tiles, 0, "k")),
+    if OF_QUERIES:
+        dq_descs = descriptors(dq, dq_2)
+        gl.warp_specialize([
+            (consume, (call, dq_descs, own_tiles, 0, "q")),
+            (consume, (call, dq_descs, own_tiles, 1, "q")),
             (produce, (
-                loads, memory, kv_full.index(0), mask, grid, SCORE_MOD is not None,
-                MASK_MOD is not None, KV_BLOCK, Q_BLOCK, False,
+                loads, memory, own_full.index(0), mask, grid, SCORE_MOD is not None,
+                MASK_MOD is not None, OWN_BLOCK, STEP_BLOCK, True,
             )),
-        ],
-        [4, 1],
-        [240, 24],
-    )
-
-
-@gluon.jit
-def query_kernel(
-    query, query_2, dout, dout_2, key, key_2, value, value_2, dq, dq_2, row_values, odd_rows,
-    offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch, heads, kv_heads,
-    units, q_length, kv_length, padded_length, tiles, head_group, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    RAGGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-):
-    """Kernel of dQ, 128 query rows per program.
-
-    Args:
-        query, dout, key, value, dq: as in `key_kernel`.
-        row_values: float32 [4, B, Hq, padded_length], written by `backward_rows.prepare_kernel`.
-        odd_rows: int32 [B * Hq, tiles * 2], written: for every 64 rows 1 if `repair_kernel` must
-            compute dQ again, else 0.
-        offsets, ends, runs: rows of the mask. Q_BLOCK is a multiple of 128, KV_BLOCK of 64.
-        units: B * Hq. head_group: how many of them run at a time.
-        RAGGED: whether kv_length isn't a multiple of 64.
-    """
-    q_descs = descriptors(query, query_2)
-    do_descs = descriptors(dout, dout_2)
-    k_descs = descriptors(key, key_2)
-    v_descs = descriptors(value, value_2)
-    dq_descs = descriptors(dq, dq_2)
-    q_tiles = buffers(q_descs, 2)
-    do_tiles = buffers(do_descs, 2)
-    k_tiles = buffers(k_descs, STAGES)
-    v_tiles = buffers(v_descs, 1)
-    q_full = barriers(1)
-    k_full = barriers(STAGES)
-    v_full = barriers(1)
-    fence_async_shared()
-    loads = WideLoads(
-        own=q_descs, own_later=do_descs, first=k_descs, second=v_descs, row_values=None, D=D,
-        DV=DV,
-    )
-    memory = WideMemory(
-        own=q_tiles, own_later=do_tiles, first=k_tiles, second=v_tiles, rows=None,
-        first_full=k_full, second_full=v_full, factors=None,
-    )
-    mask = MaskRuns(
-        offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
-        Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
-    )
-    grid = WideGrid(
-        batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
-        kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
-        RAGGED=RAGGED,
-    )
-    call = WideCall(
-        odd=odd_rows, words=None, own_full=q_full.index(0), memory=memory, mask=mask, grid=grid,
-        row_values=row_values, padded_length=padded_length, tables=tables,
-        mods=Mods(
-            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
-            MASK_MOD=MASK_MOD,
-        ),
-        gradients=ModGradients(
-            totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
-        ),
-        OWN_BLOCK=Q_BLOCK, STEP_BLOCK=KV_BLOCK,
-    )
-    gl.warp_specialize(
-        [
-            (consume, (call, dq_descs, q_tiles, 0, "q")),
-            (consume, (call, dq_descs, q_tiles, 1, "q")),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (consume, (call, descriptors(dv, dv_2), own_later_tiles, 0, "v")),
+            (consume, (call, descriptors(dk, dk_2), own_tiles, 0, "k")),
             (produce, (
-                loads, memory, q_full.index(0), mask, grid, SCORE_MOD is not None,
-                MASK_MOD is not None, Q_BLOCK, KV_BLOCK, True,
+                loads, memory, own_full.index(0), mask, grid, SCORE_MOD is not None,
+                MASK_MOD is not None, OWN_BLOCK, STEP_BLOCK, False,
             )),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+        ], [4, 1], [240, 24])

@@ -30,6 +30,7 @@ ARGUMENTS = (
     Arguments(("SCORE_MOD_OF_READ", "MASK_SCORES"), None,
               "functions of `anyflex_triton.mods` for the loops over steps"),
     # Sizes
+    Arguments(("OF_QUERIES",), None, "whether tiles are of query rows, or of keys"),
     Arguments(("units",), "i32", "number of heads that tiles are of"),
     Arguments(("padded_length", "padded_keys"), "i32", "lengths, padded to whole tiles"),
     Arguments(("row_tiles", "key_tiles"), "i32", "elements of odd_rows and odd_keys"),

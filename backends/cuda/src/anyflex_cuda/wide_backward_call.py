@@ -20,12 +20,11 @@ from anyflex_triton.building import (
     MaskRows,
     Mods,
     Options,
-    Types,
     key_head_group,
     mask_rows,
 )
 
-__all__ = ["WIDE_BLOCKS", "is_wide", "wide_function", "wide_launches"]
+__all__ = ["WIDE_BLOCKS", "is_wide", "wide_launches"]
 
 _ROWS = 128
 """Query rows of a tile, 64 for each consumer."""
@@ -40,19 +39,16 @@ def is_wide(spec: Spec) -> bool:
     return max(spec.head_dim, spec.value_head_dim) > 128
 
 
-def wide_function(of_queries: bool) -> object:
-    """Return the kernel that makes dQ (`of_queries`), or the one that makes dK and dV."""
-    # Imported here because few processes need it, and Triton reads the source of each of its
-    # functions.
-    from anyflex_cuda import hopper_wide_backward as kernels
-
-    return kernels.query_kernel if of_queries else kernels.key_kernel
-
-
-def _boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
-    """Return tensors and boxes by names of descriptors; None for a missing second part."""
+def _boxes(
+    tensors: Mapping[str, Tensor | None],
+) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
+    """Return tensors and boxes by names of descriptors; None for a missing tensor or second
+    part."""
     found: dict[str, tuple[Tensor, tuple[int, ...]] | None] = {}
     for name, tensor in tensors.items():
+        if tensor is None:
+            found[name] = found[f"{name}_2"] = None
+            continue
         first, *rest = parts_of(tensor.shape[3])
         found[name] = tensor, (1, 1, 64, first)
         found[f"{name}_2"] = (tensor, (1, 1, 64, rest[0])) if rest else None
@@ -86,9 +82,9 @@ def wide_launches(
         _launch(
             made, call, False, mods, ragged,
             None if call.mask is None else mask_rows(call.mask.transposed()),
-            {**given, "dk": dk, "dv": dv},
-            {"row_values": row_descriptor_type(_STEP)},
-            {"row_values": row_descriptor(row_values, _STEP), "odd_keys": odd_keys},
+            {**given, "dq": None, "dk": dk, "dv": dv},
+            {"row_values": row_descriptor(row_values, _STEP), "odd_keys": odd_keys,
+             "odd_rows": None, "padded_length": None},
             kv_batch * kv_heads, -(-keys // _STEP), key_head_group(call),
         )
     ]  # fmt: skip
@@ -100,9 +96,8 @@ def wide_launches(
                 made, call, True,
                 made.mods(call, even and length % _ROWS == 0), bool(keys % _STEP),
                 None if call.mask is None else mask_rows(call.mask),
-                {**given, "dq": dq},
-                {},
-                {"row_values": row_values, "odd_rows": odd_rows,
+                {**given, "dq": dq, "dk": None, "dv": None},
+                {"row_values": row_values, "odd_keys": None, "odd_rows": odd_rows,
                  "padded_length": row_values.shape[3]},
                 units, -(-length // _ROWS), made.head_group(units, keys),
             )
@@ -112,8 +107,8 @@ def wide_launches(
 
 def _launch(
     made: GluonPrograms, call: Call, of_queries: bool, mods: Mods, ragged: bool,
-    rows: MaskRows | None, tensors: Mapping[str, Tensor], types: Mapping[str, Types],
-    values: Mapping[str, object], units: int, tiles: int, head_group: int,
+    rows: MaskRows | None, tensors: Mapping[str, Tensor | None], values: Mapping[str, object],
+    units: int, tiles: int, head_group: int,
 ) -> Launch:  # fmt: skip
     spec = made.spec
     blocks = (_ROWS, _ROWS) if rows is None else rows.block_size
@@ -124,11 +119,16 @@ def _launch(
     key = ("hopper wide backward", of_queries, blocks, ragged, mods.key)
     program = made.existing.get(key)
     if program is None:
+        # Imported here because few processes need it, and Triton reads the source of each of its
+        # functions.
+        from anyflex_cuda import hopper_wide_backward
+
         program = made.program(
             key,
-            wide_function(of_queries),
+            hopper_wide_backward.wide_kernel,
             {
-                **{name: None for name, each in boxes.items() if each is None},
+                **{name: None for name, each in {**boxes, **values}.items() if each is None},
+                "OF_QUERIES": of_queries,
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "MASK_MOD": mods.mask_mod,
@@ -141,7 +141,7 @@ def _launch(
             Options(4, 1),
             types={
                 **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
-                **types,
+                "row_values": "*fp32" if of_queries else row_descriptor_type(_STEP),
             },
         )
     return Launch(
