@@ -17,11 +17,11 @@ import triton.language as tl
 from anyflex_cuda.kernel_records import MaskRuns
 from anyflex_triton.device_functions import (
     DeltaSources,
-    HeadRows,
     HeadRowValues,
     ModGradients,
     ModInputs,
     Mods,
+    RowLayouts,
     RowValues,
     add_to_keys,
     add_to_queries,
@@ -31,6 +31,7 @@ from anyflex_triton.device_functions import (
     mask_row,
     nonfinite,
     record,
+    rows_by_pointers,
     store_parts,
     store_rows,
     store_weighing,
@@ -46,7 +47,7 @@ class RepairCall:
     """Arguments of `repair_kernel` that `repair_queries` and `repair_keys` share.
 
     Attributes:
-        mods, gradients: `Mods` and `ModGradients`.
+        mods, gradients, layouts: `Mods`, `ModGradients`, `RowLayouts`.
     """
 
     query: Any
@@ -72,10 +73,7 @@ class RepairCall:
     VALUE_DIM: Any
     D: Any
     DV: Any
-    UNITS: Any
-    SCATTERED: Any
-    WIDE: Any
-    PRECISION: Any
+    layouts: Any
 
 
 # Argument lists would be a line an argument.
@@ -166,22 +164,6 @@ def convert_kernel(
 
 
 @triton.jit
-def rows_by_pointers(
-    tensor, strides, b, h, call, DIM: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr
-):
-    """Return `HeadRows` of (b, h).
-
-    Args:
-        OPERAND: index of the tensor in UNITS and SCATTERED.
-    """
-    return HeadRows(
-        tensor=None, base=tensor_at(tensor, strides, b, h, call.UNITS[OPERAND]), strides=strides,
-        DIM=DIM, D=D, UNIT=call.UNITS[OPERAND], SCATTERED=call.SCATTERED[OPERAND], WIDE=call.WIDE,
-        DESCRIBED=None, PRECISION=call.PRECISION,
-    )
-
-
-@triton.jit
 def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
     """Compute dQ of a tile of 64 query rows, and add to captured tensors' gradients what its far
     rows contribute, which is still missing.
@@ -200,12 +182,15 @@ def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
     at = bh.to(tl.int64) * call.padded_length + rows
     kv_head = h // call.GROUP
     kv_b = 0 * b if call.KV_SHARED else b
-    queries = rows_by_pointers(call.query, call.q_strides, b, h, call, call.DIM, call.D, 0)
-    keys = rows_by_pointers(call.key, call.k_strides, kv_b, kv_head, call, call.DIM, call.D, 1)
+    layouts = call.layouts
+    queries = rows_by_pointers(call.query, call.q_strides, b, h, layouts, 0, call.DIM, call.D)
+    keys = rows_by_pointers(call.key, call.k_strides, kv_b, kv_head, layouts, 1, call.DIM, call.D)
     values = rows_by_pointers(
-        call.value, call.v_strides, kv_b, kv_head, call, call.VALUE_DIM, call.DV, 2,
+        call.value, call.v_strides, kv_b, kv_head, layouts, 2, call.VALUE_DIM, call.DV,
     )
-    douts = rows_by_pointers(call.dout, call.do_strides, b, h, call, call.VALUE_DIM, call.DV, 3)
+    douts = rows_by_pointers(
+        call.dout, call.do_strides, b, h, layouts, 3, call.VALUE_DIM, call.DV,
+    )
     q = load_pointed_rows(queries, rows, q_length)
     do = load_pointed_rows(douts, rows, q_length)
     row_values = RowValues(
@@ -216,13 +201,10 @@ def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
     )
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + mods.shifts[2]
     columns = tl.arange(0, BLOCK_N)
-    if mask.HAS_MASK:
-        run, last_run = mask_row(
-            mask.offsets, mask.ends, mask.strides, b, h, first_row // mask.Q_BLOCK,
-        )
-    else:
-        run = 0
-        last_run = 1
+    run, last_run = mask_row(
+        mask.offsets, mask.ends, mask.strides, b, h, first_row // mask.Q_BLOCK,
+        mask.HAS_MASK,
+    )
     sums = zeros_of_parts(64, call.DIM, call.D)
     for r in range(run, last_run):
         begin, end, full = bounded_run(
@@ -237,10 +219,10 @@ def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
                 sums, keys, values, q, do, row_values, inputs, mods, call.gradients, first,
                 columns, end, call.kv_length, True, full, True, True, True,
             )
-    base = tensor_at(dq, dq_strides, b, h, call.UNITS[4])
+    base = tensor_at(dq, dq_strides, b, h, layouts.UNITS[4])
     store_parts(
-        base, dq_strides, rows, q_length, sums, mods.scale, call.DIM, call.D, call.UNITS[4],
-        call.WIDE,
+        base, dq_strides, rows, q_length, sums, mods.scale, call.DIM, call.D, layouts.UNITS[4],
+        layouts.WIDE,
     )
 
 
@@ -266,9 +248,10 @@ def repair_keys(
     places = first_key + tl.arange(0, BLOCK_N)
     kv_b = unit // kv_heads
     kv_head = unit % kv_heads
-    keys = rows_by_pointers(call.key, call.k_strides, kv_b, kv_head, call, call.DIM, call.D, 1)
+    layouts = call.layouts
+    keys = rows_by_pointers(call.key, call.k_strides, kv_b, kv_head, layouts, 1, call.DIM, call.D)
     values = rows_by_pointers(
-        call.value, call.v_strides, kv_b, kv_head, call, call.VALUE_DIM, call.DV, 2,
+        call.value, call.v_strides, kv_b, kv_head, layouts, 2, call.VALUE_DIM, call.DV,
     )
     k = load_pointed_rows(keys, places, kv_length)
     v = load_pointed_rows(values, places, kv_length)
@@ -280,22 +263,19 @@ def repair_keys(
     for stream in range(streams):
         b = stream // call.GROUP if call.KV_SHARED else kv_b
         h = kv_head * call.GROUP + stream % call.GROUP
-        queries = rows_by_pointers(call.query, call.q_strides, b, h, call, call.DIM, call.D, 0)
+        queries = rows_by_pointers(call.query, call.q_strides, b, h, layouts, 0, call.DIM, call.D)
         douts = rows_by_pointers(
-            call.dout, call.do_strides, b, h, call, call.VALUE_DIM, call.DV, 3,
+            call.dout, call.do_strides, b, h, layouts, 3, call.VALUE_DIM, call.DV,
         )
         row_values = HeadRowValues(
             tensor=call.row_values,
             first=(b * call.heads + h).to(tl.int64) * call.padded_length,
             values_in_all=call.values_in_all, DESCRIBED=None,
         )
-        if mask.HAS_MASK:
-            run, last_run = mask_row(
-                mask.offsets, mask.ends, mask.strides, b, h, first_key // mask.KV_BLOCK,
-            )
-        else:
-            run = 0
-            last_run = 1
+        run, last_run = mask_row(
+            mask.offsets, mask.ends, mask.strides, b, h, first_key // mask.KV_BLOCK,
+            mask.HAS_MASK,
+        )
         for r in range(run, last_run):
             begin, end, full = bounded_run(
                 mask.runs, r, mask.Q_BLOCK, call.q_length, mask.HAS_MASK,
@@ -309,15 +289,15 @@ def repair_keys(
                     dk_sum, dv_sum, queries, douts, row_values, k, v, inputs, mods, gradients,
                     first, rows_of_tile, end, call.q_length, True, full, True, True, True, True,
                 )
-    base = tensor_at(dv, dv_strides, kv_b, kv_head, call.UNITS[6])
+    base = tensor_at(dv, dv_strides, kv_b, kv_head, layouts.UNITS[6])
     store_parts(
-        base, dv_strides, places, kv_length, dv_sum, None, call.VALUE_DIM, call.DV, call.UNITS[6],
-        call.WIDE,
+        base, dv_strides, places, kv_length, dv_sum, None, call.VALUE_DIM, call.DV,
+        layouts.UNITS[6], layouts.WIDE,
     )
-    base = tensor_at(dk, dk_strides, kv_b, kv_head, call.UNITS[5])
+    base = tensor_at(dk, dk_strides, kv_b, kv_head, layouts.UNITS[5])
     store_parts(
-        base, dk_strides, places, kv_length, dk_sum, mods.scale, call.DIM, call.D, call.UNITS[5],
-        call.WIDE,
+        base, dk_strides, places, kv_length, dk_sum, mods.scale, call.DIM, call.D,
+        layouts.UNITS[5], layouts.WIDE,
     )
 
 
@@ -354,7 +334,8 @@ def repair_kernel(
         ),
         heads=heads, padded_length=padded_length, values_in_all=values_in_all, q_length=q_length,
         kv_length=kv_length, GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM, VALUE_DIM=VALUE_DIM, D=D,
-        DV=DV, UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION,
+        DV=DV,
+        layouts=RowLayouts(UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION),
     )
     index = tl.program_id(0)
     many = tl.arange(0, TILES)

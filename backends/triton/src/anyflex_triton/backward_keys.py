@@ -13,24 +13,25 @@ from anyflex_triton.column_parts import (
     any_nonfinite,
     chosen_rows,
     finite_parts,
-    load_row_parts,
+    load_pointed_rows,
     load_step_rows,
     store_parts,
     zeros_of_parts,
 )
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.forward import tile_of_program
-from anyflex_triton.kernel_records import HeadRows, ModGradients, ModInputs, Mods, RowValues
+from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods, RowLayouts, RowValues
 from anyflex_triton.records import record
 from anyflex_triton.tiles import (
     FEW,
     bounded_run,
     first_other_step,
-    head_at,
     indices,
     long_steps,
     mask_row,
     next_other_step,
+    rows_by_pointers,
+    rows_of_steps,
     tensor_at,
 )
 
@@ -182,12 +183,11 @@ def key_kernel(
     if first_key >= end_key:
         return
     keys = first_key + tl.arange(0, BLOCK_N)
-    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k = load_row_parts(k_base, k_strides, keys, end_key, DIM, D, UNITS[1], SCATTERED[1], WIDE)
-    v = load_row_parts(
-        v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
-    )
+    layouts = RowLayouts(UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION)
+    k_rows = rows_by_pointers(key, k_strides, kv_b, kv_head, layouts, 1, DIM, D)
+    v_rows = rows_by_pointers(value, v_strides, kv_b, kv_head, layouts, 2, VALUE_DIM, DV)
+    k = load_pointed_rows(k_rows, keys, end_key)
+    v = load_pointed_rows(v_rows, keys, end_key)
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
     mods = Mods(
         ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_ROWS, SCORE_MOD=SCORE_MOD,
@@ -218,40 +218,20 @@ def key_kernel(
             read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
         else:
             read = tables
-        q_base = head_at(
-            query, q_strides, b, h, heads, q_length, UNITS[0], DESCRIBED, BESIDE[0],
+        queries = rows_of_steps(
+            query, q_strides, b, h, heads, q_length, layouts, 0, DIM, D, BLOCK_M, DESCRIBED,
+            BESIDE[0],
         )
-        do_base = head_at(
-            dout, do_strides, b, h, heads, q_length, UNITS[3], DESCRIBED, BESIDE[1],
-        )
-        if DESCRIBED == "kernel":
-            q_rows = tl.make_tensor_descriptor(
-                q_base, [q_length, DIM], [q_strides[2] * UNITS[0], 1], [BLOCK_M, D]
-            )
-            do_rows = tl.make_tensor_descriptor(
-                do_base, [q_length, VALUE_DIM], [do_strides[2] * UNITS[3], 1], [BLOCK_M, DV]
-            )
-        else:
-            q_rows = query
-            do_rows = dout
-        queries = HeadRows(
-            tensor=q_rows, base=q_base, strides=q_strides, DIM=DIM, D=D, UNIT=UNITS[0],
-            SCATTERED=SCATTERED[0], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
-        )
-        douts = HeadRows(
-            tensor=do_rows, base=do_base, strides=do_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[3],
-            SCATTERED=SCATTERED[3], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+        douts = rows_of_steps(
+            dout, do_strides, b, h, heads, q_length, layouts, 3, VALUE_DIM, DV, BLOCK_M, DESCRIBED,
+            BESIDE[1],
         )
         values = HeadRowValues(
             tensor=row_values, first=(b * heads + h).to(tl.int64) * values_of_head,
             values_in_all=values_in_all, DESCRIBED=DESCRIBED,
         )
         inputs = ModInputs(b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read)
-        if HAS_MASK:
-            run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
-        else:
-            run = 0
-            last_run = 1
+        run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
 
         others = 0
         # This loop runs long FULL runs except for their last step: no pair is dead.
@@ -307,26 +287,14 @@ def key_kernel(
                 read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
             else:
                 read = tables
-            queries = HeadRows(
-                tensor=None, base=tensor_at(query_rows, q_strides, b, h, UNITS[0]),
-                strides=q_strides, DIM=DIM, D=D, UNIT=UNITS[0], SCATTERED=SCATTERED[0], WIDE=WIDE,
-                DESCRIBED=None, PRECISION=PRECISION,
-            )
-            douts = HeadRows(
-                tensor=None, base=tensor_at(dout_rows, do_strides, b, h, UNITS[3]),
-                strides=do_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[3], SCATTERED=SCATTERED[3],
-                WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
-            )
+            queries = rows_by_pointers(query_rows, q_strides, b, h, layouts, 0, DIM, D)
+            douts = rows_by_pointers(dout_rows, do_strides, b, h, layouts, 3, VALUE_DIM, DV)
             values = HeadRowValues(
                 tensor=values_by_row, first=(b * heads + h).to(tl.int64) * values_of_head,
                 values_in_all=values_in_all, DESCRIBED=None,
             )
             inputs = ModInputs(b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read)
-            if HAS_MASK:
-                run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
-            else:
-                run = 0
-                last_run = 1
+            run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
             for r in range(run, last_run):
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
                 for first in tl.range(begin, end, FEW, num_stages=1):

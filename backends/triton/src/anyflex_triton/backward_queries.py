@@ -10,23 +10,24 @@ from anyflex_triton.column_parts import (
     add_products,
     any_nonfinite,
     finite_parts,
-    load_row_parts,
+    load_pointed_rows,
     load_step_rows,
     store_parts,
     zeros_of_parts,
 )
 from anyflex_triton.dependent_launch import await_earlier
 from anyflex_triton.forward import tile_of_program
-from anyflex_triton.kernel_records import HeadRows, ModGradients, ModInputs, Mods, RowValues
+from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods, RowLayouts, RowValues
 from anyflex_triton.tiles import (
     FEW,
     bounded_run,
     first_other_step,
-    head_at,
     indices,
     long_steps,
     mask_row,
     next_other_step,
+    rows_by_pointers,
+    rows_of_steps,
     tensor_at,
 )
 
@@ -116,33 +117,19 @@ def query_kernel(
     kv_head = h // GROUP
     kv_b = 0 * b if KV_SHARED else b
     rows = first_row + tl.arange(0, BLOCK_M)
-    q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    k_base = head_at(
-        key, k_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[1], DESCRIBED, BESIDE[0],
+    layouts = RowLayouts(UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION)
+    queries = rows_by_pointers(query, q_strides, b, h, layouts, 0, DIM, D)
+    keys = rows_of_steps(
+        key, k_strides, kv_b, kv_head, heads // GROUP, kv_length, layouts, 1, DIM, D, BLOCK_N,
+        DESCRIBED, BESIDE[0],
     )
-    v_base = head_at(
-        value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[2], DESCRIBED, BESIDE[1],
+    values = rows_of_steps(
+        value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, layouts, 2, VALUE_DIM, DV,
+        BLOCK_N, DESCRIBED, BESIDE[1],
     )
-    if DESCRIBED == "kernel":
-        key = tl.make_tensor_descriptor(
-            k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
-        )
-        value = tl.make_tensor_descriptor(
-            v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
-        )
-    keys = HeadRows(
-        tensor=key, base=k_base, strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1],
-        SCATTERED=SCATTERED[1], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
-    )
-    values = HeadRows(
-        tensor=value, base=v_base, strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2],
-        SCATTERED=SCATTERED[2], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
-    )
-    do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-    q = load_row_parts(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
-    do = load_row_parts(
-        do_base, do_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE
-    )
+    douts = rows_by_pointers(dout, do_strides, b, h, layouts, 3, VALUE_DIM, DV)
+    q = load_pointed_rows(queries, rows, end_row)
+    do = load_pointed_rows(douts, rows, end_row)
     at = bh.to(tl.int64) * values_of_head + rows
     lse2 = tl.load(row_values + at, mask=rows < end_row, other=float("inf"))
     delta = tl.load(row_values + 3 * values_in_all + at, mask=rows < end_row, other=0.0)
@@ -210,16 +197,8 @@ def query_kernel(
         )
         dq_sum = zeros_of_parts(BLOCK_M, DIM, D)
         few = tl.arange(0, FEW)
-        k_rows = HeadRows(
-            tensor=None, base=tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1]),
-            strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1], SCATTERED=SCATTERED[1], WIDE=WIDE,
-            DESCRIBED=None, PRECISION=PRECISION,
-        )
-        v_rows = HeadRows(
-            tensor=None, base=tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2]),
-            strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2], SCATTERED=SCATTERED[2],
-            WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
-        )
+        k_rows = rows_by_pointers(key_rows, k_strides, kv_b, kv_head, layouts, 1, DIM, D)
+        v_rows = rows_by_pointers(value_rows, v_strides, kv_b, kv_head, layouts, 2, VALUE_DIM, DV)
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in tl.range(begin, end, FEW, num_stages=1):

@@ -20,9 +20,7 @@ __all__ = [
     "any_nonfinite",
     "chosen_rows",
     "finite_parts",
-    "load_parts",
     "load_pointed_rows",
-    "load_row_parts",
     "load_step_rows",
     "product_of_rows",
     "scaled_rows",
@@ -35,55 +33,25 @@ __all__ = [
 
 
 @triton.jit
-def load_parts(
-    tensor, base, strides, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
-    UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-):
-    """Load the parts of a tile, as `load_tile`."""
-    parts = ()
-    for column in tl.static_range(0, DIM, D):
-        parts = parts + (load_tile(
-            tensor, base, strides, first, rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND,
-            DESCRIBED, column,
-        ),)
-    return parts
-
-
-@triton.jit
-def load_row_parts(
-    base, strides, rows, end, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Load the parts of rows, as `load_rows`; 0 past `end`."""
-    parts = ()
-    for column in tl.static_range(0, DIM, D):
-        parts = parts + (load_rows(
-            base, strides, rows, end, DIM, D, UNIT, SCATTERED, WIDE, True, column,
-        ),)
-    return parts
-
-
-@triton.jit
 def load_step_rows(rows, first, places, end, BOUND: tl.constexpr):
-    """Load the rows first + places of `kernel_records.HeadRows`.
-
-    Args:
-        BOUND: some rows may be past `end`.
-    """
-    return load_parts(
-        rows.tensor, rows.base, rows.strides, first, places, end, rows.DIM, rows.D, rows.UNIT,
-        rows.SCATTERED, rows.WIDE, BOUND, rows.DESCRIBED,
-    )
+    """Load the parts of the rows first + places of `kernel_records.HeadRows`, as `load_tile`."""
+    parts = ()
+    for column in tl.static_range(0, rows.DIM, rows.D):
+        parts = parts + (load_tile(rows, first, places, end, BOUND, column),)
+    return parts
 
 
 @triton.jit
 def load_pointed_rows(rows, places, end):
-    """Load rows of `kernel_records.HeadRows` by pointers; 0 past `end`."""
-    return load_row_parts(
-        rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
-        rows.WIDE,
-    )
+    """Load the parts of the rows `places` of `kernel_records.HeadRows` by pointers; 0 past
+    `end`."""
+    parts = ()
+    for column in tl.static_range(0, rows.DIM, rows.D):
+        parts = parts + (load_rows(
+            rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
+            rows.WIDE, True, column,
+        ),)
+    return parts
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
-from anyflex_triton.forward import natural_scores, unit_of_scores
-from anyflex_triton.kernel_records import HeadRows, ModInputs, Mods, RowResults
+from anyflex_triton.forward import unit_of_scores
+from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts, RowResults
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
@@ -19,27 +19,16 @@ from anyflex_triton.tiles import (
     mask_row,
     nonfinite,
     nonfinite_sum,
+    rows_of_steps,
+    store_row,
     tensor_at,
     without_nonfinite,
 )
 
-__all__ = ["combine_kernel", "decode_kernel", "store_row"]
+__all__ = ["combine_kernel", "decode_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
-
-
-@triton.jit
-def load_of_split(rows, first, places, end, BOUND: tl.constexpr):
-    """Load the rows first + places of `HeadRows`, all columns at once.
-
-    Args:
-        BOUND: some rows may be past `end`.
-    """
-    return load_tile(
-        rows.tensor, rows.base, rows.strides, first, places, end, rows.DIM, rows.D, rows.UNIT,
-        rows.SCATTERED, rows.WIDE, BOUND, rows.DESCRIBED,
-    )
 
 
 @triton.jit
@@ -103,22 +92,14 @@ def decode_kernel(
     else:
         q_at = q_rows[:, None] + dims[None, :]
     q = tl.load(q_at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
-    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    if DESCRIBED == "kernel":
-        key = tl.make_tensor_descriptor(
-            k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
-        )
-        value = tl.make_tensor_descriptor(
-            v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
-        )
-    keys = HeadRows(
-        tensor=key, base=k_base, strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1],
-        SCATTERED=SCATTERED[1], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    layouts = RowLayouts(UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION)
+    keys = rows_of_steps(
+        key, k_strides, kv_b, kv_head, heads, kv_length, layouts, 1, DIM, D, BLOCK_N, DESCRIBED,
+        False,
     )
-    values = HeadRows(
-        tensor=value, base=v_base, strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2],
-        SCATTERED=SCATTERED[2], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    values = rows_of_steps(
+        value, v_strides, kv_b, kv_head, heads, kv_length, layouts, 2, VALUE_DIM, DV, BLOCK_N,
+        DESCRIBED, False,
     )
     inputs = ModInputs(
         b=b + shifts[0], h=head[:, None] + shifts[1], q_idx=row[:, None] + shifts[2], kv_idx=None,
@@ -137,11 +118,7 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     split_begin = split * split_length
     split_end = tl.minimum(split_begin + split_length, kv_length)
-    if HAS_MASK:
-        run, last_run = mask_row(offsets, ends, mask_strides, b, first_head, 0)
-    else:
-        run = 0
-        last_run = 1
+    run, last_run = mask_row(offsets, ends, mask_strides, b, first_head, 0, HAS_MASK)
 
     for r in range(run, last_run):
         if HAS_MASK:
@@ -154,8 +131,8 @@ def decode_kernel(
         for step in range(steps):
             first = begin + step * BLOCK_N
             places = first + columns
-            k = load_of_split(keys, first, columns, 0, False)
-            v = load_of_split(values, first, columns, 0, False)
+            k = load_tile(keys, first, columns, 0, False)
+            v = load_tile(values, first, columns, 0, False)
             scores = scores_of_tile(
                 q, k, None, places[None, :] + shifts[3], inputs, mods, PRECISION,
             )
@@ -182,8 +159,8 @@ def decode_kernel(
             full = True
         for first in range(begin, end, BLOCK_N):
             places = first + columns
-            k = load_of_split(keys, first, columns, end, True)
-            v = load_of_split(values, first, columns, end, True)
+            k = load_tile(keys, first, columns, end, True)
+            v = load_tile(values, first, columns, end, True)
             kv_idx = tl.minimum(places, kv_length - 1)[None, :] + shifts[3]
             live = (places < end)[None, :] & inside[:, None]
             if MASK_MOD is not None:
@@ -219,42 +196,6 @@ def decode_kernel(
         acc,
         mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
-
-
-@triton.jit
-def store_row(
-    acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_REST: tl.constexpr,
-):
-    """Store the wanted results of one query row.
-
-    Args:
-        acc: [DV], weighted values; row_max, row_sum: as `decode_kernel` stores them; nan: 1 if a
-            score is NaN.
-        at: index of the row over all rows of all heads.
-        results: `RowResults`.
-    """
-    dims = tl.arange(0, DV)
-    row = at % q_length
-    bh = at // q_length
-    dead = (row_max == float("-inf")) & (row_sum == row_sum)
-    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, row_sum))
-    base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
-    tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
-    if WANT_REST:
-        # Rounding is as in forward; rows of rest lie one after the other.
-        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
-        rest_at = rest + at * VALUE_DIM + dims
-        tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
-    highest = natural_scores(row_max, scale, results.SCORED)
-    size = tl.log2(row_sum)
-    if results.WANT_LSE:
-        tl.store(results.lse + at, tl.where(dead, float("-inf"), highest + size / LOG2E))
-    if results.WANT_MAX:
-        tl.store(results.max_scores + at, tl.where(nan > 0, float("nan"), highest))
-    if results.WANT_TOPS:
-        tl.store(results.tops + at * 2, row_max)
-        tl.store(results.tops + at * 2 + 1, size)
 
 
 @triton.jit

@@ -12,14 +12,14 @@ from anyflex_triton.backward import delta_of_rows, store_weighing
 from anyflex_triton.backward_keys import HeadRowValues, add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
 from anyflex_triton.column_parts import load_pointed_rows, store_parts, zeros_of_parts
-from anyflex_triton.decode import store_row
-from anyflex_triton.forward import natural_scores, tile_of_program, unit_of_scores
+from anyflex_triton.forward import tile_of_program, unit_of_scores
 from anyflex_triton.kernel_records import (
     DeltaSources,
     HeadRows,
     ModGradients,
     ModInputs,
     Mods,
+    RowLayouts,
     RowResults,
     RowValues,
 )
@@ -32,8 +32,11 @@ from anyflex_triton.tiles import (
     is_far,
     mask_row,
     masked_scores,
+    natural_scores,
     nonfinite,
     nonfinite_counts,
+    rows_by_pointers,
+    store_row,
     store_rows,
     sum_of_counts,
     tensor_at,
@@ -49,6 +52,7 @@ __all__ = [
     "ModGradients",
     "ModInputs",
     "Mods",
+    "RowLayouts",
     "RowResults",
     "RowValues",
     "add_to_keys",
@@ -64,6 +68,7 @@ __all__ = [
     "nonfinite_counts",
     "operations",
     "record",
+    "rows_by_pointers",
     "store_parts",
     "store_row",
     "store_rows",

@@ -14,13 +14,12 @@ from anyflex_triton.column_parts import (
     add_products,
     any_nonfinite,
     load_pointed_rows,
-    load_row_parts,
     load_step_rows,
     product_of_rows,
     scaled_rows,
     zeros_of_parts,
 )
-from anyflex_triton.kernel_records import HeadRows, ModInputs, Mods
+from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts
 from anyflex_triton.records import record
 from anyflex_triton.tiles import (
     FAR,
@@ -28,15 +27,17 @@ from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
     first_other_step,
-    head_at,
     indices,
     is_far,
     load_part,
     long_steps,
     mask_row,
     masked_scores,
+    natural_scores,
     next_other_step,
     nonfinite_sum,
+    rows_by_pointers,
+    rows_of_steps,
     store_part,
     store_rows,
     tensor_at,
@@ -46,7 +47,6 @@ from anyflex_triton.tiles import (
 __all__ = [
     "final_scores",
     "forward_kernel",
-    "natural_scores",
     "plain_score",
     "tile_of_program",
     "unit_of_scores",
@@ -134,15 +134,6 @@ def unit_of_scores(scale, SCORE_MOD: tl.constexpr):
         return scale * LOG2E
     else:
         return LOG2E
-
-
-@triton.jit
-def natural_scores(scores, scale, SCORED: tl.constexpr):
-    """Return `final_scores` in the user's unit; SCORED: there is a score mod."""
-    if SCORED:
-        return scores
-    else:
-        return scores * scale
 
 
 @triton.jit
@@ -265,10 +256,7 @@ def careful_step(
         ),
         mods,
     )
-    v = load_part(
-        values.base, values.strides, places, end, columns, values.DIM, values.UNIT,
-        values.SCATTERED, values.WIDE,
-    )
+    v = load_part(values, places, end, columns)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(mods.scale, mods.SCORE_MOD))
     row_sum += tl.sum(weights, 1)
@@ -322,40 +310,27 @@ def forward_kernel(
         block = tile // TILES_A_BLOCK
         first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
         end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
-        run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
     else:
+        block = 0
         first_row = tile * BLOCK_M
         end_row = q_length
-        run = 0
-        last_run = 1
+    run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
     if first_row >= end_row:
         return
     kv_head = h // GROUP
     kv_b = 0 * b if KV_SHARED else b
     rows = first_row + tl.arange(0, BLOCK_M)
-    q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    k_base = head_at(
-        key, k_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[1], DESCRIBED, BESIDE[0],
+    layouts = RowLayouts(UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION)
+    queries = rows_by_pointers(query, q_strides, b, h, layouts, 0, DIM, D)
+    keys = rows_of_steps(
+        key, k_strides, kv_b, kv_head, heads // GROUP, kv_length, layouts, 1, DIM, D, BLOCK_N,
+        DESCRIBED, BESIDE[0],
     )
-    v_base = head_at(
-        value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[2], DESCRIBED, BESIDE[1],
+    values = rows_of_steps(
+        value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, layouts, 2, VALUE_DIM, DV,
+        BLOCK_N, DESCRIBED, BESIDE[1],
     )
-    if DESCRIBED == "kernel":
-        key = tl.make_tensor_descriptor(
-            k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
-        )
-        value = tl.make_tensor_descriptor(
-            v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
-        )
-    keys = HeadRows(
-        tensor=key, base=k_base, strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1],
-        SCATTERED=SCATTERED[1], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
-    )
-    values = HeadRows(
-        tensor=value, base=v_base, strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2],
-        SCATTERED=SCATTERED[2], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
-    )
-    q = load_row_parts(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
+    q = load_pointed_rows(queries, rows, end_row)
     # Mods see rows past the end as the last row.
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
@@ -468,16 +443,8 @@ def forward_kernel(
     if is_inexact:
         few = tl.arange(0, FEW)
         PART: tl.constexpr = DV if DV < 32 else 32
-        k_rows = HeadRows(
-            tensor=None, base=tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1]),
-            strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1], SCATTERED=SCATTERED[1], WIDE=WIDE,
-            DESCRIBED=None, PRECISION=PRECISION,
-        )
-        v_rows = HeadRows(
-            tensor=None, base=tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2]),
-            strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2], SCATTERED=SCATTERED[2],
-            WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
-        )
+        k_rows = rows_by_pointers(key_rows, k_strides, kv_b, kv_head, layouts, 1, DIM, D)
+        v_rows = rows_by_pointers(value_rows, v_strides, kv_b, kv_head, layouts, 2, VALUE_DIM, DV)
         excess = tl.zeros([BLOCK_M], tl.float32)
         # The first columns run twice: the first time finds the largest scores as these products
         # round them, and its output is overwritten.

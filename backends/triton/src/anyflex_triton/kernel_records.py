@@ -12,9 +12,21 @@ __all__ = [
     "ModGradients",
     "ModInputs",
     "Mods",
+    "RowLayouts",
     "RowResults",
     "RowValues",
 ]
+
+
+@record
+class RowLayouts:
+    """Layouts of a kernel's tensors [B, H, rows, columns]: constants that `kernel_arguments`
+    describes."""
+
+    UNITS: Any
+    SCATTERED: Any
+    WIDE: Any
+    PRECISION: Any
 
 
 @record
@@ -22,7 +34,9 @@ class HeadRows:
     """Rows of a tensor [B, H, rows, columns] in one head, which are loaded tile by tile.
 
     Attributes:
-        tensor, base, strides, DESCRIBED: arguments of `tiles.load_tile`.
+        tensor: where DESCRIBED, a descriptor: "host", of all rows of all heads, which TMA loads
+            without registers; "kernel", of this head's alone.
+        base: result of `tiles.head_at`. strides: in units of UNIT elements.
         DIM: columns of a row. D: columns of a part (`column_parts`).
         UNIT: elements that a stride counts.
         SCATTERED: the last stride isn't 1. WIDE: offsets are 64-bit.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyflex_triton.kernel_records import HeadRows
+
 __all__ = [
     "FAR",
     "FEW",
@@ -27,12 +29,16 @@ __all__ = [
     "long_steps",
     "mask_row",
     "masked_scores",
+    "natural_scores",
     "next_other_step",
     "nonfinite",
     "nonfinite_counts",
     "nonfinite_sum",
     "row_offsets",
+    "rows_by_pointers",
+    "rows_of_steps",
     "store_part",
+    "store_row",
     "store_rows",
     "sum_of_counts",
     "tensor_at",
@@ -148,36 +154,73 @@ def load_rows(
 
 
 @triton.jit
-def load_part(
-    base, strides, rows, end, columns, DIM: tl.constexpr, UNIT: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+def rows_by_pointers(
+    tensor, strides, b, h, layouts, PLACE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr
 ):
-    """Load some columns of rows of one (b, h); 0 past `end`, and in columns from DIM on."""
-    offsets = row_offsets(rows, columns, strides, UNIT, SCATTERED, WIDE)
-    inside = (rows < end)[:, None] & (columns < DIM)[None, :]
-    return tl.load(base + offsets, mask=inside, other=0.0)
+    """Return `HeadRows` of (b, h), to be loaded by pointers.
+
+    Args:
+        layouts: `RowLayouts`. PLACE: index of the tensor among them.
+    """
+    return HeadRows(
+        tensor=None, base=tensor_at(tensor, strides, b, h, layouts.UNITS[PLACE]), strides=strides,
+        DIM=DIM, D=D, UNIT=layouts.UNITS[PLACE], SCATTERED=layouts.SCATTERED[PLACE],
+        WIDE=layouts.WIDE, DESCRIBED=None, PRECISION=layouts.PRECISION,
+    )
 
 
 @triton.jit
-def load_tile(
-    tensor, base, strides, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
-    UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
-    DESCRIBED: tl.constexpr, FIRST: tl.constexpr = 0,
+def rows_of_steps(
+    tensor, strides, b, h, heads, length, layouts, PLACE: tl.constexpr, DIM: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, DESCRIBED: tl.constexpr, BESIDE: tl.constexpr,
 ):
-    """Load rows of one (b, h), from row `first` on, D columns from FIRST on.
+    """Return `HeadRows` of (b, h), to be loaded ROWS at a time as DESCRIBED says.
 
-    Where DESCRIBED, `tensor` is a descriptor: "host", of all rows of all heads, which TMA loads
-    without registers; "kernel", of this head's alone. `base` is the result of `head_at`. Past
-    `end` the tile has rows of the next head, batch entry or block, or 0: all their pairs are dead.
+    Args:
+        heads, length: those of the tensor.
+        layouts, PLACE: as in `rows_by_pointers`. BESIDE: as in `head_at`.
     """
-    if DESCRIBED is not None:
-        if DESCRIBED == "host":
-            return tensor.load([base[0] + first, base[1] + FIRST])
+    UNIT: tl.constexpr = layouts.UNITS[PLACE]
+    base = head_at(tensor, strides, b, h, heads, length, UNIT, DESCRIBED, BESIDE)
+    if DESCRIBED == "kernel":
+        rows = tl.make_tensor_descriptor(base, [length, DIM], [strides[2] * UNIT, 1], [ROWS, D])
+    else:
+        rows = tensor
+    return HeadRows(
+        tensor=rows, base=base, strides=strides, DIM=DIM, D=D, UNIT=UNIT,
+        SCATTERED=layouts.SCATTERED[PLACE], WIDE=layouts.WIDE, DESCRIBED=DESCRIBED,
+        PRECISION=layouts.PRECISION,
+    )
+
+
+@triton.jit
+def load_part(rows, places, end, columns):
+    """Load some columns of the rows `places` of `HeadRows` by pointers; 0 past `end`, and in
+    columns from DIM on."""
+    offsets = row_offsets(places, columns, rows.strides, rows.UNIT, rows.SCATTERED, rows.WIDE)
+    inside = (places < end)[:, None] & (columns < rows.DIM)[None, :]
+    return tl.load(rows.base + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_tile(rows, first, places, end, BOUND: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Load the rows first + places of `HeadRows`, D columns from FIRST on.
+
+    Where DESCRIBED, past `end` the tile has rows of the next head, batch entry or block, or 0: all
+    their pairs are dead.
+
+    Args:
+        BOUND: some rows may be past `end`.
+    """
+    if rows.DESCRIBED is not None:
+        if rows.DESCRIBED == "host":
+            return rows.tensor.load([rows.base[0] + first, rows.base[1] + FIRST])
         else:
-            return tensor.load([first, FIRST])
+            return rows.tensor.load([first, FIRST])
     else:
         return load_rows(
-            base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND, FIRST,
+            rows.base, rows.strides, first + places, end, rows.DIM, rows.D, rows.UNIT,
+            rows.SCATTERED, rows.WIDE, BOUND, FIRST,
         )
 
 
@@ -207,10 +250,58 @@ def store_part(
 
 
 @triton.jit
-def mask_row(offsets, ends, mask_strides, b, h, row):
-    """Return where the runs of a row of blocks begin and end."""
-    at = b * mask_strides[0] + h * mask_strides[1] + row
-    return tl.load(offsets + at), tl.load(ends + at)
+def natural_scores(scores, scale, SCORED: tl.constexpr):
+    """Return `forward.final_scores` in the user's unit; SCORED: there is a score mod."""
+    if SCORED:
+        return scores
+    else:
+        return scores * scale
+
+
+@triton.jit
+def store_row(
+    acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_REST: tl.constexpr,
+):
+    """Store the wanted results of one query row.
+
+    Args:
+        acc: [DV], weighted values; row_max, row_sum: as `decode.decode_kernel` stores them; nan: 1
+            if a score is NaN.
+        at: index of the row over all rows of all heads.
+        results: `RowResults`.
+    """
+    dims = tl.arange(0, DV)
+    row = at % q_length
+    bh = at // q_length
+    dead = (row_max == float("-inf")) & (row_sum == row_sum)
+    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, row_sum))
+    base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
+    tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    if WANT_REST:
+        # Rounding is as in forward; rows of rest lie one after the other.
+        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
+        rest_at = rest + at * VALUE_DIM + dims
+        tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
+    highest = natural_scores(row_max, scale, results.SCORED)
+    size = tl.log2(row_sum)
+    if results.WANT_LSE:
+        tl.store(results.lse + at, tl.where(dead, float("-inf"), highest + size / LOG2E))
+    if results.WANT_MAX:
+        tl.store(results.max_scores + at, tl.where(nan > 0, float("nan"), highest))
+    if results.WANT_TOPS:
+        tl.store(results.tops + at * 2, row_max)
+        tl.store(results.tops + at * 2 + 1, size)
+
+
+@triton.jit
+def mask_row(offsets, ends, mask_strides, b, h, row, HAS_MASK: tl.constexpr = True):
+    """Return where the runs of a row of blocks begin and end; without a mask, those of one run."""
+    if HAS_MASK:
+        at = b * mask_strides[0] + h * mask_strides[1] + row
+        return tl.load(offsets + at), tl.load(ends + at)
+    else:
+        return 0, 1
 
 
 @triton.jit
