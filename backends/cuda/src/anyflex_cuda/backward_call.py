@@ -38,14 +38,13 @@ from anyflex_triton.building import (
     classes,
     expected_backward,
     fixed_launches,
-    kept_of,
     key_head_group,
     layout_of,
     mask_rows,
     or_else,
     padded,
     pointer_type,
-    row_strides,
+    row_values_launch,
     strides_of,
 )
 
@@ -344,56 +343,13 @@ def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
 
 
 def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work) -> Launch:
-    spec = made.spec
-    rest, tops = kept_of(saved.extras)
-    layouts = {
-        "out": layout_of(saved.out),
-        "dout": layout_of(grad.dout),
-        "rest": layout_of(or_else(rest, saved.out)),
-    }
-    given = grad.delta is not None
-    want_dq = work.dq_sums is not None
-    scored = made.mods(call, False).score_mod is not None
-    key = (
-        "hopper rows", scored, given, grad.dlse is not None, rest is not None, want_dq,
-        *classes(layouts),
-    )  # fmt: skip
-    program = made.existing.get(key)
-    if program is None:
-        program = made.program(
-            key,
-            backward_rows.prepare_kernel,
-            {
-                "DV": padded(spec.value_head_dim),
-                "D": padded(spec.head_dim),
-                "SCORED": scored,
-                "HAS_DLSE": grad.dlse is not None,
-                "IS_GIVEN": given,
-                "HAS_REST": rest is not None,
-                "WANT_DQ": want_dq,
-                "BLOCK_M": 32,
-            },
-            Options(4, 1),
-            layouts,
-            TYPES,
-            {"dq_sums": BYTES},
-        )
-    batch, heads, length = call.query.shape[:3]
-    rows = work.row_values.shape[3]
-    return Launch(
-        program,
-        batch * heads * (rows // 32),
-        {
-            "out": saved.out, "rest": or_else(rest, saved.out),
-            "tops": or_else(tops, work.row_values), "dout": grad.dout, "scale": call.scale,
-            **strides_of(layouts), "dlse": or_else(grad.dlse, work.row_values),
-            "given": work.row_values if grad.delta is None else grad.delta.contiguous(),
-            "lse": saved.lse.contiguous(), "row_values": work.row_values,
-            "dq_sums": or_else(work.dq_sums, work.row_values), "counter": work.counter,
-            "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
-            "heads": heads, "padded_length": rows, "values_in_all": work.row_values.stride(0),
-            "q_length": length,
-        },
+    row_values, padded_length = work.row_values, work.row_values.shape[3]
+    return row_values_launch(
+        made, call, saved, grad, row_values, backward_rows.prepare_kernel, padded_length,
+        {"WANT_DQ": work.dq_sums is not None, "D": padded(made.spec.head_dim)},
+        {"dq_sums": or_else(work.dq_sums, row_values), "counter": work.counter,
+         "padded_length": padded_length},
+        TYPES, {"dq_sums": BYTES},
     )  # fmt: skip
 
 

@@ -26,15 +26,14 @@ from anyflex_triton.device_functions import (
     add_to_keys,
     add_to_queries,
     bounded_run,
-    delta_of_rows,
     load_pointed_rows,
     mask_row,
     nonfinite,
     record,
     rows_by_pointers,
     store_parts,
+    store_row_values,
     store_rows,
-    store_weighing,
     tensor_at,
     zeros_of_parts,
 )
@@ -100,28 +99,22 @@ def prepare_kernel(
     tiles = padded_length // BLOCK_M
     bh = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < q_length
     value_at = bh.to(tl.int64) * padded_length + rows
     if tl.program_id(0) == 0:
         tl.store(counter, 0)
     if WANT_DQ:
         offsets = value_at[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(dq_sums + offsets, tl.zeros([BLOCK_M, D], tl.float32))
-    at = bh.to(tl.int64) * q_length + rows
-    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
-    store_weighing(
-        natural, tops, row_values, value_at, at, inside, None, values_in_all, scale, SCORED,
-        IS_GIVEN,
-    )
     sources = DeltaSources(
         out=out, rest=rest, dout=dout, dlse=dlse, given=given, o_strides=o_strides,
         r_strides=r_strides, do_strides=do_strides, dl_strides=dl_strides, VALUE_DIM=VALUE_DIM,
         DV=DV, UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, HAS_DLSE=HAS_DLSE, IS_GIVEN=IS_GIVEN,
         HAS_REST=HAS_REST,
     )
-    sums = delta_of_rows(sources, bh, heads, rows, q_length)
-    sums = tl.where(natural == float("-inf"), 0.0, sums)
-    tl.store(row_values + 3 * values_in_all + value_at, sums)
+    store_row_values(
+        sources, lse, tops, row_values, bh, heads, rows, q_length, padded_length, values_in_all,
+        None, scale, SCORED, True,
+    )
 
 
 @triton.jit

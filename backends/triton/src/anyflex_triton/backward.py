@@ -24,10 +24,9 @@ from anyflex_triton.operations import integer_shift, scaled
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
 __all__ = [
-    "delta_of_rows",
     "gradient_of_scores",
     "row_kernel",
-    "store_weighing",
+    "store_row_values",
     "total_kernel",
 ]
 
@@ -37,33 +36,6 @@ __all__ = [
 FAR_LSE = tl.constexpr(131072.0)
 """Size of lse2, in powers of two, from which a row is far. Below it all weights of a row are off
 by at most 2^(1 / 256), as much as 16-bit types round them."""
-
-
-@triton.jit
-def store_weighing(
-    natural, tops, row_values, value_at, at, inside, stored, values_in_all, scale,
-    SCORED: tl.constexpr, IS_GIVEN: tl.constexpr,
-):
-    """Store the row values from which weights are computed: row_values without delta.
-
-    Args:
-        natural: lse of the rows, -inf where no key is live.
-        inside: whether each row exists; stored: which rows are stored, or None for all.
-    """
-    dead = natural == float("-inf")
-    lse2 = tl.where(dead, float("inf"), natural * LOG2E)
-    far = (tl.abs(lse2) >= FAR_LSE) & (tl.abs(natural) < float("inf"))
-    if IS_GIVEN:
-        # lse covers keys that forward hasn't seen, so forward's row_max doesn't hold.
-        top = natural if SCORED else natural / scale
-        size = tl.zeros_like(natural)
-    else:
-        top = tl.load(tops + at * 2, mask=inside & far, other=0.0)
-        size = tl.load(tops + at * 2 + 1, mask=inside & far, other=0.0)
-    tl.store(row_values + value_at, tl.where(far, float("nan"), lse2), mask=stored)
-    careful = row_values + values_in_all
-    tl.store(careful + value_at, tl.where(far, top, 0.0), mask=stored)
-    tl.store(careful + values_in_all + value_at, tl.where(far, size, lse2), mask=stored)
 
 
 @triton.jit
@@ -105,6 +77,41 @@ def delta_of_rows(sources, bh, heads, rows, q_length):
 
 
 @triton.jit
+def store_row_values(
+    sources, lse, tops, row_values, bh, heads, rows, q_length, values_of_head, values_in_all,
+    stored, scale, SCORED: tl.constexpr, WANT_DELTA: tl.constexpr,
+):
+    """Store the row values of one head's rows: see `row_kernel`.
+
+    Args:
+        sources: `DeltaSources`.
+        stored: which rows are stored, or None for all.
+    """
+    inside = rows < q_length
+    at = bh.to(tl.int64) * q_length + rows
+    value_at = bh.to(tl.int64) * values_of_head + rows
+    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
+    dead = natural == float("-inf")
+    lse2 = tl.where(dead, float("inf"), natural * LOG2E)
+    far = (tl.abs(lse2) >= FAR_LSE) & (tl.abs(natural) < float("inf"))
+    if sources.IS_GIVEN:
+        # lse covers keys that forward hasn't seen, so forward's row_max doesn't hold.
+        top = natural if SCORED else natural / scale
+        size = tl.zeros_like(natural)
+    else:
+        top = tl.load(tops + at * 2, mask=inside & far, other=0.0)
+        size = tl.load(tops + at * 2 + 1, mask=inside & far, other=0.0)
+    tl.store(row_values + value_at, tl.where(far, float("nan"), lse2), mask=stored)
+    careful = row_values + values_in_all
+    tl.store(careful + value_at, tl.where(far, top, 0.0), mask=stored)
+    tl.store(careful + values_in_all + value_at, tl.where(far, size, lse2), mask=stored)
+    if WANT_DELTA:
+        sums = delta_of_rows(sources, bh, heads, rows, q_length)
+        sums = tl.where(dead, 0.0, sums)
+        tl.store(row_values + 3 * values_in_all + value_at, sums, mask=stored)
+
+
+@triton.jit
 def row_kernel(
     out, rest, tops, dout, lse, dlse, given, row_values, o_strides, r_strides, do_strides,
     dl_strides, scale, heads, values_of_head, values_in_all, q_length,
@@ -123,26 +130,16 @@ def row_kernel(
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < q_length
-    stored = rows < values_of_head
-    at = bh.to(tl.int64) * q_length + rows
-    value_at = bh.to(tl.int64) * values_of_head + rows
-    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
-    store_weighing(
-        natural, tops, row_values, value_at, at, inside, stored, values_in_all, scale, SCORED,
-        IS_GIVEN,
-    )
-    if not WANT_DELTA:
-        return
     sources = DeltaSources(
         out=out, rest=rest, dout=dout, dlse=dlse, given=given, o_strides=o_strides,
         r_strides=r_strides, do_strides=do_strides, dl_strides=dl_strides, VALUE_DIM=VALUE_DIM,
         DV=DV, UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, HAS_DLSE=HAS_DLSE, IS_GIVEN=IS_GIVEN,
         HAS_REST=HAS_REST,
     )
-    sums = delta_of_rows(sources, bh, heads, rows, q_length)
-    sums = tl.where(natural == float("-inf"), 0.0, sums)
-    tl.store(row_values + 3 * values_in_all + value_at, sums, mask=stored)
+    store_row_values(
+        sources, lse, tops, row_values, bh, heads, rows, q_length, values_of_head, values_in_all,
+        rows < values_of_head, scale, SCORED, WANT_DELTA,
+    )
 
 
 @triton.jit

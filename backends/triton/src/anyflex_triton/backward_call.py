@@ -5,7 +5,8 @@ Deterministic gradients of captured tensors take more launches: deterministic_ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
+    Types,
     alignment_of,
     descriptor_of_floats,
     is_described_whole,
@@ -47,6 +49,7 @@ __all__ = [
     "keys_launch",
     "launches_again",
     "queries_launch",
+    "row_values_launch",
     "rows_launch",
 ]
 
@@ -173,6 +176,31 @@ def rows_launch(
 ) -> Launch:
     """Return the launch that fills row_values [4, B, Hq, L or more], float32; [3, ...] where dV
     alone is wanted."""
+    return row_values_launch(
+        made, call, saved, grad, row_values, backward.row_kernel, call.query.shape[2],
+        {"WANT_DELTA": made.wants_delta, "LEADS": made.overlaps}, {}, {}, {},
+    )  # fmt: skip
+
+
+def row_values_launch(
+    made: Programs,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    row_values: Tensor,
+    function: Any,
+    rows: int,
+    constants: Mapping[str, object],
+    values: Mapping[str, object],
+    types: Mapping[str, Types],
+    aligned: Mapping[str, int],
+) -> Launch:
+    """Return the launch of `row_kernel`, or of another kernel that fills row values.
+
+    Args:
+        rows: number of rows of a head that programs take, 32 each.
+        constants, values, types, aligned: of arguments that only `function` has.
+    """
     spec = made.spec
     rest, tops = kept_of(saved.extras)
     scored = made.mods(call, False).score_mod is not None
@@ -181,39 +209,25 @@ def rows_launch(
         "dout": layout_of(grad.dout),
         "rest": layout_of(or_else(rest, saved.out)),
     }
-    given = grad.delta is not None
-    key = (
-        "rows",
-        made.wants_delta,
-        scored,
-        given,
-        grad.dlse is not None,
-        rest is not None,
-        *classes(layouts),
-    )
+    constants = {
+        **constants,
+        "DV": padded(spec.value_head_dim),
+        "SCORED": scored,
+        "HAS_DLSE": grad.dlse is not None,
+        "IS_GIVEN": grad.delta is not None,
+        "HAS_REST": rest is not None,
+        "BLOCK_M": 32,
+    }
+    key = ("rows", function, *constants.values(), *classes(layouts))
     program = made.existing.get(key)
     if program is None:
-        program = made.program(
-            key,
-            backward.row_kernel,
-            {
-                "DV": padded(spec.value_head_dim),
-                "SCORED": scored,
-                "HAS_DLSE": grad.dlse is not None,
-                "IS_GIVEN": given,
-                "HAS_REST": rest is not None,
-                "WANT_DELTA": made.wants_delta,
-                "LEADS": made.overlaps,
-                "BLOCK_M": 32,
-            },
-            Options(4, 1),
-            layouts,
-        )
+        program = made.program(key, function, constants, Options(4, 1), layouts, types, aligned)
     batch, heads, length = call.query.shape[:3]
     return Launch(
         program,
-        batch * heads * -(-length // 32),
+        batch * heads * -(-rows // 32),
         {
+            **values,
             "out": saved.out, "rest": or_else(rest, saved.out), "tops": or_else(tops, row_values),
             "dout": grad.dout, "scale": call.scale,
             **strides_of(layouts), "dlse": or_else(grad.dlse, row_values),

@@ -27,9 +27,13 @@ from anyflex_triton.arguments import (
     layout_like,
     layout_of,
     pointer_type,
-    row_strides,
 )
-from anyflex_triton.backward_call import backward_values, expected_backward, fixed_launches
+from anyflex_triton.backward_call import (
+    backward_values,
+    expected_backward,
+    fixed_launches,
+    row_values_launch,
+)
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.deterministic_captured_grads import integer_specs
@@ -103,7 +107,7 @@ __all__ = [
     "or_else",
     "padded",
     "pointer_type",
-    "row_strides",
+    "row_values_launch",
     "source_for",
     "strides_of",
     "types_of",

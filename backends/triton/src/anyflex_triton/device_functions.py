@@ -8,7 +8,7 @@ text of mods calls.
 from __future__ import annotations
 
 from anyflex_triton import operations
-from anyflex_triton.backward import delta_of_rows, store_weighing
+from anyflex_triton.backward import store_row_values
 from anyflex_triton.backward_keys import HeadRowValues, add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
 from anyflex_triton.column_parts import load_pointed_rows, store_parts, zeros_of_parts
@@ -58,7 +58,6 @@ __all__ = [
     "add_to_keys",
     "add_to_queries",
     "bounded_run",
-    "delta_of_rows",
     "is_far",
     "load_pointed_rows",
     "mask_row",
@@ -71,8 +70,8 @@ __all__ = [
     "rows_by_pointers",
     "store_parts",
     "store_row",
+    "store_row_values",
     "store_rows",
-    "store_weighing",
     "sum_of_counts",
     "tensor_at",
     "tile_of_program",
