@@ -19,6 +19,7 @@ from anyflex_cuda import (
     nan_max,
     reinterpret_memory,
     smem_mailbox,
+    split_tiles,
     write_softmax_stats,
 )
 from anyflex_triton import forward, tiles
@@ -187,7 +188,7 @@ class Case:
             changed,
             (
                 tiles, forward, nan_max, reinterpret_memory, smem_mailbox, apply_mods,
-                write_softmax_stats,
+                write_softmax_stats, split_tiles,
             ),
             {"write_nonfinite_rows": write_nonfinite_rows},
         )  # fmt: skip

@@ -45,6 +45,7 @@ from anyflex_cuda.nan_max import larger
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
 from anyflex_cuda.reinterpret_memory import reinterpret
 from anyflex_cuda.smem_mailbox import WORDS, said, say
+from anyflex_cuda.split_tiles import load_box, store_box
 from anyflex_cuda.write_softmax_stats import write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
@@ -61,10 +62,6 @@ from anyflex_triton.device_functions import (
 )
 
 __all__ = ["ROWS", "forward_kernel"]
-
-# Triton 3.8 renames these functions.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @record
@@ -278,17 +275,17 @@ def load_step(descs, queries, ring, tile, step, first):
     at = [tile.kv_b, tile.kv_head, first, 0]
     mbarrier.wait(ring.k_empty.index(slot), phase)
     mbarrier.expect(ring.k_full.index(slot), ring.BLOCK_N * descs.D * 2)
-    _load_box(descs.k, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
+    load_box(descs.k, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
     if step == tile.first_step:
         mbarrier.wait(queries.empty, (tile.filled & 1) ^ 1)
         for g in gl.static_range(2):
             full = queries.full.index(g)
             mbarrier.expect(full, ROWS * descs.D * 2)
             of_group = [tile.b, tile.h, tile.first_row + g * ROWS, 0]
-            _load_box(descs.q, of_group, full, queries.bufs.index(g))
+            load_box(descs.q, of_group, full, queries.bufs.index(g))
     mbarrier.wait(ring.v_empty.index(slot), phase)
     mbarrier.expect(ring.v_full.index(slot), ring.BLOCK_N * descs.DV * 2)
-    _load_box(descs.v, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
+    load_box(descs.v, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
 
 
 @gluon.jit
@@ -689,7 +686,7 @@ def attend(call, ME: gl.constexpr):
                 tma.store_wait(0)
                 staged.reshape([ROWS, PIECE]).store(rounded)
                 fence_async_shared()
-                _store_box(call.o_desc, [b, h, first_row, column], staged)
+                store_box(call.o_desc, [b, h, first_row, column], staged)
                 if call.tensors.WANT_REST:
                     # Rounding residual of out; backward's delta needs it.
                     lost = acc - rounded.to(gl.float32)
@@ -697,7 +694,7 @@ def attend(call, ME: gl.constexpr):
                     tma.store_wait(0)
                     staged.reshape([ROWS, PIECE]).store(lost)
                     fence_async_shared()
-                    _store_box(call.r_desc, [b, h, first_row, column], staged)
+                    store_box(call.r_desc, [b, h, first_row, column], staged)
         place = gl.cast(b * call.heads + h, gl.int64) * q_length + rows
         write_row_sums(
             row_max, row_sum, excess, nans, place, rows < q_length, scale, call.results,

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -46,7 +45,7 @@ from anyflex_cuda.decode_steps import (
 )
 from anyflex_cuda.nonfinite_rows import KEYS, PART, load_part, place_of, seen_nonfinite
 from anyflex_cuda.smem_mailbox import said, say
-from anyflex_cuda.split_tiles import ROWS
+from anyflex_cuda.split_tiles import ROWS, load_box
 from anyflex_triton.device_functions import (
     Mods,
     RowResults,
@@ -58,8 +57,6 @@ from anyflex_triton.device_functions import (
 
 __all__ = ["decode_kernel"]
 
-# Triton 3.8 renames this function.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # Triton 3.7 adds `thread_barrier`.
 _all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 
@@ -251,9 +248,9 @@ def load_step(loads, ring, slot, b, kv_head, first, BLOCK_N: gl.constexpr):
     kv_b = 0 * b if loads.KV_SHARED else b
     at = [kv_b, kv_head, first, 0]
     mbarrier.expect(ring.k_full.index(slot), BLOCK_N * loads.D * 2)
-    _load_box(loads.k_desc, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
+    load_box(loads.k_desc, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
     mbarrier.expect(ring.v_full.index(slot), BLOCK_N * loads.DV * 2)
-    _load_box(loads.v_desc, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
+    load_box(loads.v_desc, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
 
 
 @gluon.jit

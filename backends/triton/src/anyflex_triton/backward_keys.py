@@ -30,6 +30,7 @@ from anyflex_triton.tiles import (
     long_steps,
     mask_row,
     next_other_step,
+    place_of_tile,
     rows_by_pointers,
     rows_of_steps,
     tensor_at,
@@ -171,15 +172,7 @@ def key_kernel(
     tile = tiles - 1 - tile
     kv_b = unit // kv_heads
     kv_head = unit % kv_heads
-    if HAS_MASK:
-        TILES_A_BLOCK: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
-        block = tile // TILES_A_BLOCK
-        first_key = block * KV_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_N
-        end_key = tl.minimum((block + 1) * KV_BLOCK, kv_length)
-    else:
-        block = 0
-        first_key = tile * BLOCK_N
-        end_key = kv_length
+    block, first_key, end_key = place_of_tile(tile, kv_length, KV_BLOCK, BLOCK_N, HAS_MASK)
     if first_key >= end_key:
         return
     keys = first_key + tl.arange(0, BLOCK_N)

@@ -26,6 +26,7 @@ from anyflex_triton.tiles import (
     long_steps,
     mask_row,
     next_other_step,
+    place_of_tile,
     rows_by_pointers,
     rows_of_steps,
     tensor_at,
@@ -99,19 +100,12 @@ def query_kernel(
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
     h = bh % heads
-    if HAS_MASK:
-        TILES_A_BLOCK: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
-        block = tile // TILES_A_BLOCK
-        first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
-        end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
-        run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
-    else:
-        first_row = tile * BLOCK_M
-        end_row = q_length
-        run = 0
+    block, first_row, end_row = place_of_tile(tile, q_length, Q_BLOCK, BLOCK_M, HAS_MASK)
+    run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
+    if DIM > D and not HAS_MASK:
         # This number is always 1, which ptxas mustn't know where sums have parts: outside of
         # another loop products would wait for each other (C7515).
-        last_run = tl.minimum(tiles, 1) if DIM > D else 1
+        last_run = tl.minimum(tiles, 1)
     if first_row >= end_row:
         return
     kv_head = h // GROUP

@@ -50,6 +50,20 @@ def scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def weights_of_step(scores, row_max, row_sum, nans, unit):
+    """Return (weights, factor of the earlier values, row_max, row_sum, nans) after the scores of
+    one more step."""
+    nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # The difference is taken before scaling, because scores may be huge. It costs nothing: loading
+    # keys takes longer.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2((scores - shift[:, None]) * unit)
+    alpha = tl.exp2((row_max - shift) * unit)
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1), nans
+
+
+@triton.jit
 def decode_kernel(
     query, key, value, partial_out, offsets, ends, runs, q_strides, k_strides, v_strides,
     mask_strides, tables, ints, floats, shifts, scale, sums_at, heads, q_length, kv_length,
@@ -136,16 +150,10 @@ def decode_kernel(
             scores = scores_of_tile(
                 q, k, None, places[None, :] + shifts[3], inputs, mods, PRECISION,
             )
-            nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            # The difference is taken before scaling, because scores may be huge. It costs nothing:
-            # loading keys takes longer.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2((scores - shift[:, None]) * unit)
-            alpha = tl.exp2((row_max - shift) * unit)
-            row_sum = row_sum * alpha + tl.sum(weights, 1)
+            weights, alpha, row_max, row_sum, nans = weights_of_step(
+                scores, row_max, row_sum, nans, unit,
+            )
             acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-            row_max = new_max
 
     for r in range(run, last_run):
         if HAS_MASK:
@@ -170,12 +178,9 @@ def decode_kernel(
                 live = live & (full | seen)
             scores = scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION)
             live = live & (scores != float("-inf"))
-            nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2((scores - shift[:, None]) * unit)
-            alpha = tl.exp2((row_max - shift) * unit)
-            row_sum = row_sum * alpha + tl.sum(weights, 1)
+            weights, alpha, row_max, row_sum, nans = weights_of_step(
+                scores, row_max, row_sum, nans, unit,
+            )
             acc = tl.dot(
                 weights.to(v.dtype), without_nonfinite(v), acc * alpha[:, None],
                 input_precision=PRECISION,
@@ -183,7 +188,6 @@ def decode_kernel(
             if tl.max(tl.max(nonfinite(v).to(tl.int32), 1), 0) > 0:
                 # Non-finite values reach only the rows that see them.
                 acc += nonfinite_sum(live, v)
-            row_max = new_max
 
     at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split
     partial_sums = partial_out + sums_at

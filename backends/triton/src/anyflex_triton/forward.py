@@ -36,6 +36,7 @@ from anyflex_triton.tiles import (
     natural_scores,
     next_other_step,
     nonfinite_sum,
+    place_of_tile,
     rows_by_pointers,
     rows_of_steps,
     store_part,
@@ -305,15 +306,7 @@ def forward_kernel(
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
     h = bh % heads
-    if HAS_MASK:
-        TILES_A_BLOCK: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
-        block = tile // TILES_A_BLOCK
-        first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
-        end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
-    else:
-        block = 0
-        first_row = tile * BLOCK_M
-        end_row = q_length
+    block, first_row, end_row = place_of_tile(tile, q_length, Q_BLOCK, BLOCK_M, HAS_MASK)
     run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
     if first_row >= end_row:
         return

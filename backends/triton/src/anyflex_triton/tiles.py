@@ -34,6 +34,7 @@ __all__ = [
     "nonfinite",
     "nonfinite_counts",
     "nonfinite_sum",
+    "place_of_tile",
     "row_offsets",
     "rows_by_pointers",
     "rows_of_steps",
@@ -292,6 +293,25 @@ def store_row(
     if results.WANT_TOPS:
         tl.store(results.tops + at * 2, row_max)
         tl.store(results.tops + at * 2 + 1, size)
+
+
+@triton.jit
+def place_of_tile(
+    tile, length, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_MASK: tl.constexpr
+):
+    """Return (block of the mask, first row, end of the rows) of a tile of ROWS rows or keys. No
+    tile crosses a BLOCK of the mask.
+
+    Args:
+        length: number of all rows or keys.
+    """
+    if HAS_MASK:
+        TILES_A_BLOCK: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
+        block = tile // TILES_A_BLOCK
+        first = block * BLOCK + (tile % TILES_A_BLOCK) * ROWS
+        return block, first, tl.minimum((block + 1) * BLOCK, length)
+    else:
+        return 0, tile * ROWS, length
 
 
 @triton.jit
