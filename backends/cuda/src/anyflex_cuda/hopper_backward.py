@@ -213,56 +213,54 @@ def now(x):
 
 
 @gluon.jit
-def tile_of(index, tiles, units, head_group):
+def tile_of(index, grid):
     """Return (tile, head) of keys. A few heads run at a time, so that L2 holds their query rows
     and sums of dQ; their first tiles, the longest under causal masks, come first."""
-    group = index // (head_group * tiles)
-    first = group * head_group
-    size = gl.minimum(head_group, units - first)
-    rest = index - first * tiles
+    group = index // (grid.head_group * grid.tiles)
+    first = group * grid.head_group
+    size = gl.minimum(grid.head_group, grid.units - first)
+    rest = index - first * grid.tiles
     return rest // size, first + rest % size
 
 
 @gluon.jit
-def whole_steps(
-    tile, q_length, kv_length, RAGGED: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-):
+def whole_steps(tile, grid, HAS_SCORE_MOD: gl.constexpr, BLOCK_M: gl.constexpr):
     """Return (number of a head's steps, number of those at its begin that have no row or key past
     the end).
 
     Rows past the end have lse +inf and thus weight 0, unless a score mod makes their scores
     non-finite.
     """
-    steps = gl.cdiv(q_length, BLOCK_M)
-    if RAGGED:
-        whole = q_length // BLOCK_M if HAS_SCORE_MOD else steps
-        whole = gl.where((tile + 1) * 128 > kv_length, 0, whole)
+    steps = gl.cdiv(grid.q_length, BLOCK_M)
+    if grid.RAGGED:
+        whole = grid.q_length // BLOCK_M if HAS_SCORE_MOD else steps
+        whole = gl.where((tile + 1) * 128 > grid.kv_length, 0, whole)
         return steps, whole
     else:
         return steps, steps
 
 
 @gluon.jit
-def run_at(runs, r, steps, STEPS_A_BLOCK: gl.constexpr, HAS_MASK_MOD: gl.constexpr):
-    """Return (begin, end, whether the mask mod isn't evaluated) of a run, in steps."""
-    at = runs + r * 3
-    begin = gl.load(at) * STEPS_A_BLOCK
-    end = gl.minimum(gl.load(at + 1) * STEPS_A_BLOCK, steps)
-    if HAS_MASK_MOD:
-        return begin, end, gl.load(at + 2) == FULL_RUN
-    else:
-        return begin, end, gl.to_tensor(True)
-
-
-@gluon.jit
-def steps_of(begin, end, full, whole, MASKED: gl.constexpr):
-    """Return the range of a run's steps that need mask code (MASKED), or of the others; an empty
-    range may end before it begins."""
+def steps_of_run(
+    mask, r, steps, whole, STEPS_A_BLOCK: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Return (begin, end, whether the mask mod isn't evaluated) of a run's steps that need mask
+    code (MASKED), or of its others; an empty range may end before it begins. Without a mask, one
+    run has all `steps`."""
+    begin = gl.to_tensor(0)
+    end = steps
+    full = gl.to_tensor(True)
+    if mask.HAS_MASK:
+        at = mask.runs + r * 3
+        begin = gl.load(at) * STEPS_A_BLOCK
+        end = gl.minimum(gl.load(at + 1) * STEPS_A_BLOCK, steps)
+        if HAS_MASK_MOD:
+            full = gl.load(at + 2) == FULL_RUN
     if MASKED:
-        return gl.where(full, gl.maximum(begin, whole), begin), end
+        return gl.where(full, gl.maximum(begin, whole), begin), end, full
     else:
-        return begin, gl.where(full, gl.minimum(end, whole), begin)
+        return begin, gl.where(full, gl.minimum(end, whole), begin), full
 
 
 @gluon.jit
@@ -276,20 +274,24 @@ def row_of_step(i, rotation, stop, BLOCK_M: gl.constexpr, ROTATED: gl.constexpr)
 
 
 @gluon.jit
-def head_of_stream(stream, kv_b, kv_head, GROUP: gl.constexpr, KV_SHARED: gl.constexpr):
-    """Return (batch entry, query head) of one of the query heads that read a KV head."""
-    b = stream // GROUP if KV_SHARED else kv_b
-    return b, kv_head * GROUP + stream % GROUP
+def streams_of(grid):
+    """Return the number of query heads that read a KV head."""
+    return grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
 
 
 @gluon.jit
-def runs_of(
-    offsets, ends, mask_strides, b, h, tile, HAS_MASK: gl.constexpr, TILES_A_BLOCK: gl.constexpr,
-):
+def head_of_stream(stream, kv_b, kv_head, grid):
+    """Return (batch entry, query head) of one of `streams_of`."""
+    b = stream // grid.GROUP if grid.KV_SHARED else kv_b
+    return b, kv_head * grid.GROUP + stream % grid.GROUP
+
+
+@gluon.jit
+def runs_of(mask, b, h, tile, TILES_A_BLOCK: gl.constexpr):
     """Return (first, end) of a tile's runs."""
-    if HAS_MASK:
-        at = b * mask_strides[0] + h * mask_strides[1] + tile // TILES_A_BLOCK
-        return gl.load(offsets + at), gl.load(ends + at)
+    if mask.HAS_MASK:
+        at = b * mask.strides[0] + h * mask.strides[1] + tile // TILES_A_BLOCK
+        return gl.load(mask.offsets + at), gl.load(mask.ends + at)
     else:
         return gl.to_tensor(0), gl.to_tensor(1)
 
@@ -330,17 +332,10 @@ def load_pass(
     STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // BLOCK_M if mask.HAS_MASK else 1
     batch_heads = grid.batch * grid.heads
     bh = b * grid.heads + h
-    if mask.HAS_MASK:
-        for r in range(run, last_run):
-            begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
-            start, stop = steps_of(begin, end, full, whole, MASKED)
-            for i in range(start, stop):
-                load_step(it, i * BLOCK_M, b, h, bh, batch_heads, loads, memory)
-                it += 1
-    else:
-        start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+    for r in range(run, last_run):
+        start, stop, _ = steps_of_run(mask, r, steps, whole, STEPS_A_BLOCK, HAS_MASK_MOD, MASKED)
         for i in range(start, stop):
-            m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
+            m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED and not mask.HAS_MASK)
             load_step(it, m0, b, h, bh, batch_heads, loads, memory)
             it += 1
     return it
@@ -357,12 +352,10 @@ def produce(
     total = grid.tiles * grid.units
     index = gl.program_id(0)
     while index < total:
-        tile, unit = tile_of(index, grid.tiles, grid.units, grid.head_group)
+        tile, unit = tile_of(index, grid)
         kv_b = unit // grid.kv_heads
         kv_head = unit % grid.kv_heads
-        steps, whole = whole_steps(
-            tile, grid.q_length, grid.kv_length, grid.RAGGED, HAS_SCORE_MOD, memory.BLOCK_M,
-        )
+        steps, whole = whole_steps(tile, grid, HAS_SCORE_MOD, memory.BLOCK_M)
         # Wait until the consumers have read the previous tile's keys and values, and TMA has
         # stored dV, and dK where there is no dQ, from these buffers.
         mbarrier.wait(keys.empty, (count & 1) ^ 1)
@@ -374,13 +367,9 @@ def produce(
         for half in gl.static_range(2):
             at = [kv_b, kv_head, tile * 128 + half * 64, 0]
             load_box(v_desc, at, keys.full, keys.v_tiles.index(half))
-        streams = grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
-        for stream in range(streams):
-            b, h = head_of_stream(stream, kv_b, kv_head, grid.GROUP, grid.KV_SHARED)
-            run, last_run = runs_of(
-                mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK,
-                mask.KV_BLOCK // 128,
-            )
+        for stream in range(streams_of(grid)):
+            b, h = head_of_stream(stream, kv_b, kv_head, grid)
+            run, last_run = runs_of(mask, b, h, tile, mask.KV_BLOCK // 128)
             if HAS_MASK_MOD or grid.RAGGED:
                 it = load_pass(
                     it, run, last_run, steps, whole, 0, b, h, loads, memory, mask, grid, True,
@@ -651,25 +640,19 @@ def consume_pass(
     Return `KeySums` and the number of steps so far."""
     mask = call.mask
     head = StepHead(b=b, h=h, bh=b * call.grid.heads + h, n0=n0)
-    if mask.HAS_MASK:
-        HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
-        STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // call.memory.BLOCK_M
-        for r in range(run, last_run):
-            # The bounds aren't loaded one run ahead, although that would hide the latency: Triton
-            # 3.6 (triton-loop-aware-cse) replaces values carried from run to run by the first
-            # run's, and so takes every run for the first. The producer has just brought these
-            # bounds into L1.
-            begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
-            start, stop = steps_of(begin, end, full, whole, MASKED)
-            if start < stop:
-                sums, it = consume_steps(
-                    sums, it, start, stop, 0, full, head, call, ME, MASKED, False,
-                )
-    else:
-        start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+    HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
+    STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // call.memory.BLOCK_M if mask.HAS_MASK else 1
+    for r in range(run, last_run):
+        # The bounds aren't loaded one run ahead, although that would hide the latency: Triton 3.6
+        # (triton-loop-aware-cse) replaces values carried from run to run by the first run's, and
+        # so takes every run for the first. The producer has just brought these bounds into L1.
+        start, stop, full = steps_of_run(
+            mask, r, steps, whole, STEPS_A_BLOCK, HAS_MASK_MOD, MASKED,
+        )
         if start < stop:
             sums, it = consume_steps(
-                sums, it, start, stop, rotation, True, head, call, ME, MASKED, not MASKED,
+                sums, it, start, stop, rotation, full, head, call, ME, MASKED,
+                not MASKED and not mask.HAS_MASK,
             )
     return sums, it
 
@@ -713,25 +696,19 @@ def consume(call, ME: gl.constexpr):
     mbarrier.wait(keys.full, 0)
     index = said(keys.words, 0)
     while index < total:
-        tile, unit = tile_of(index, grid.tiles, grid.units, grid.head_group)
+        tile, unit = tile_of(index, grid)
         kv_b = unit // grid.kv_heads
         kv_head = unit % grid.kv_heads
-        steps, whole = whole_steps(
-            tile, grid.q_length, grid.kv_length, RAGGED, call.mods.SCORE_MOD is not None, BLOCK_M,
-        )
+        steps, whole = whole_steps(tile, grid, call.mods.SCORE_MOD is not None, BLOCK_M)
         n0 = tile * 128 + ME * 64
         sums = KeySums(
             dk=gl.full([64, D], 0.0, gl.float32, layout=layout_of_products(D)),
             dv=gl.full([64, DV], 0.0, gl.float32, layout=layout_of_products(DV)),
             last_bh=gl.to_tensor(0), last_rows=gl.to_tensor(-1),
         )
-        streams = grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
-        for stream in range(streams):
-            b, h = head_of_stream(stream, kv_b, kv_head, grid.GROUP, grid.KV_SHARED)
-            run, last_run = runs_of(
-                mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK,
-                mask.KV_BLOCK // 128,
-            )
+        for stream in range(streams_of(grid)):
+            b, h = head_of_stream(stream, kv_b, kv_head, grid)
+            run, last_run = runs_of(mask, b, h, tile, mask.KV_BLOCK // 128)
             if HAS_MASK_MOD or RAGGED:
                 sums, it = consume_pass(
                     sums, it, run, last_run, steps, whole, 0, b, h, n0, call, ME, True,

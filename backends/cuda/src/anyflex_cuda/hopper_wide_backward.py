@@ -33,9 +33,9 @@ from anyflex_cuda.hopper_backward import (
     head_of_stream,
     is_finite,
     now,
-    run_at,
     runs_of,
-    steps_of,
+    steps_of_run,
+    streams_of,
     tile_of,
 )
 from anyflex_cuda.kernel_records import MaskRuns
@@ -162,22 +162,19 @@ TAKEN = gl.constexpr(14)
 
 
 @gluon.jit
-def whole_steps(
-    tile, q_length, kv_length, RAGGED: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
-    OF_QUERIES: gl.constexpr,
-):
+def whole_steps(tile, grid, HAS_SCORE_MOD: gl.constexpr, OF_QUERIES: gl.constexpr):
     """Return (number of a head's steps, number of those at its begin that have no row or key past
     the end that could matter)."""
-    steps = gl.cdiv(kv_length if OF_QUERIES else q_length, STEP)
-    if not RAGGED:
+    steps = gl.cdiv(grid.kv_length if OF_QUERIES else grid.q_length, STEP)
+    if not grid.RAGGED:
         return steps, steps
     elif OF_QUERIES:
-        return steps, kv_length // STEP
+        return steps, grid.kv_length // STEP
     else:
         # Rows past the end have lse +inf and thus weight 0, unless a score mod makes their scores
         # non-finite.
-        whole = q_length // STEP if HAS_SCORE_MOD else steps
-        return steps, gl.where((tile + 1) * 64 > kv_length, 0, whole)
+        whole = grid.q_length // STEP if HAS_SCORE_MOD else steps
+        return steps, gl.where((tile + 1) * 64 > grid.kv_length, 0, whole)
 
 
 # Producer
@@ -224,15 +221,8 @@ def load_pass(
     HAS_MASK_MOD: gl.constexpr, STEPS_A_BLOCK: gl.constexpr,
 ):
     """Load the steps that `consume_pass` takes."""
-    if mask.HAS_MASK:
-        for r in range(run, last_run):
-            begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
-            start, stop = steps_of(begin, end, full, whole, MASKED)
-            for i in range(start, stop):
-                load_step(it, i * STEP, b, h, at_rows, loads, memory)
-                it += 1
-    else:
-        start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+    for r in range(run, last_run):
+        start, stop, _ = steps_of_run(mask, r, steps, whole, STEPS_A_BLOCK, HAS_MASK_MOD, MASKED)
         for i in range(start, stop):
             load_step(it, i * STEP, b, h, at_rows, loads, memory)
             it += 1
@@ -248,21 +238,16 @@ def produce(
     ROWS: gl.constexpr = 128 if OF_QUERIES else 64
     TILES_A_BLOCK: gl.constexpr = OWN_BLOCK // ROWS
     STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if mask.HAS_MASK else 1
-    tile, own_b, own_h = tile_of_this(
-        grid.tiles, grid.units, grid.heads if OF_QUERIES else grid.kv_heads, grid.head_group,
-        OF_QUERIES,
-    )
-    steps, whole = whole_steps(
-        tile, grid.q_length, grid.kv_length, grid.RAGGED, HAS_SCORE_MOD, OF_QUERIES,
-    )
+    tile, own_b, own_h = tile_of_this(grid, OF_QUERIES)
+    steps, whole = whole_steps(tile, grid, HAS_SCORE_MOD, OF_QUERIES)
     mbarrier.expect(own_full, ROWS * (loads.D + loads.DV) * 2)
     for half in gl.static_range(ROWS // 64):
         first = tile * ROWS + half * 64
         load_parts(loads.own, memory.own, half, own_full, own_b, own_h, first)
         load_parts(loads.own_later, memory.own_later, half, own_full, own_b, own_h, first)
     it = gl.to_tensor(0)
-    for stream in range(streams_of(grid.batch, grid.GROUP, grid.KV_SHARED, OF_QUERIES)):
-        b, h = head_of(stream, own_b, own_h, grid.GROUP, grid.KV_SHARED, OF_QUERIES)
+    for stream in range(1 if OF_QUERIES else streams_of(grid)):
+        b, h = head_of(stream, own_b, own_h, grid, OF_QUERIES)
         if OF_QUERIES:
             step_b = 0 * b if grid.KV_SHARED else b
             step_h = h // grid.GROUP
@@ -270,9 +255,7 @@ def produce(
             step_b, step_h = b, h
         bh = b * grid.heads + h
         at_rows = (bh, 3 * grid.batch * grid.heads + bh)
-        run, last_run = runs_of(
-            mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK, TILES_A_BLOCK,
-        )
+        run, last_run = runs_of(mask, b, h, tile, TILES_A_BLOCK)
         if HAS_MASK_MOD or grid.RAGGED:
             it = load_pass(
                 it, run, last_run, steps, whole, step_b, step_h, at_rows, loads, memory, mask,
@@ -291,33 +274,23 @@ def produce(
 
 
 @gluon.jit
-def tile_of_this(tiles, units, heads, head_group, OF_QUERIES: gl.constexpr):
+def tile_of_this(grid, OF_QUERIES: gl.constexpr):
     """Return (tile, batch entry, head) of this program; the longest tiles under causal masks come
     first."""
-    tile, unit = tile_of(gl.program_id(0), tiles, units, head_group)
+    tile, unit = tile_of(gl.program_id(0), grid)
     if OF_QUERIES:
-        tile = tiles - 1 - tile
-    return tile, unit // heads, unit % heads
-
-
-@gluon.jit
-def streams_of(batch, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, OF_QUERIES: gl.constexpr):
-    """Return the number of query heads that a tile sees."""
-    if OF_QUERIES:
-        return 1
+        return grid.tiles - 1 - tile, unit // grid.heads, unit % grid.heads
     else:
-        return GROUP * batch if KV_SHARED else GROUP
+        return tile, unit // grid.kv_heads, unit % grid.kv_heads
 
 
 @gluon.jit
-def head_of(
-    stream, own_b, own_h, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, OF_QUERIES: gl.constexpr,
-):
-    """Return (batch entry, query head) of one of `streams_of`."""
+def head_of(stream, own_b, own_h, grid, OF_QUERIES: gl.constexpr):
+    """Return (batch entry, query head) of one of the query heads that a tile sees."""
     if OF_QUERIES:
         return own_b, own_h
     else:
-        return head_of_stream(stream, own_b, own_h, GROUP, KV_SHARED)
+        return head_of_stream(stream, own_b, own_h, grid)
 
 
 # Consumers
@@ -503,21 +476,15 @@ def consume_pass(
 ):
     """Take one head's MASKED steps, or the others: of the two loops only the first has mask code.
     Return the gradient and the number of steps so far."""
-    if call.mask.HAS_MASK:
-        HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
-        for r in range(run, last_run):
-            # The bounds aren't loaded one run ahead: see `hopper_backward.consume_pass`.
-            begin, end, full = run_at(call.mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
-            start, stop = steps_of(begin, end, full, whole, MASKED)
-            if start < stop:
-                acc, it = consume_steps(
-                    acc, it, start, stop, own_rows, full, b, h, call, ME, MASKED, GRADIENT,
-                )
-    else:
-        start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+    HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
+    for r in range(run, last_run):
+        # The bounds aren't loaded one run ahead: see `hopper_backward.consume_pass`.
+        start, stop, full = steps_of_run(
+            call.mask, r, steps, whole, STEPS_A_BLOCK, HAS_MASK_MOD, MASKED,
+        )
         if start < stop:
             acc, it = consume_steps(
-                acc, it, start, stop, own_rows, True, b, h, call, ME, MASKED, GRADIENT,
+                acc, it, start, stop, own_rows, full, b, h, call, ME, MASKED, GRADIENT,
             )
     return acc, it
 
@@ -551,13 +518,10 @@ def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr
     S_LAYOUT: gl.constexpr = layout_of_products(STEP)
     HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
     own_heads = grid.heads if OF_QUERIES else grid.kv_heads
-    tile, own_b, own_h = tile_of_this(tiles, grid.units, own_heads, grid.head_group, OF_QUERIES)
+    tile, own_b, own_h = tile_of_this(grid, OF_QUERIES)
     unit = own_b * own_heads + own_h
     own_first = tile * ROWS + ME * 64
-    steps, whole = whole_steps(
-        tile, grid.q_length, grid.kv_length, grid.RAGGED, call.mods.SCORE_MOD is not None,
-        OF_QUERIES,
-    )
+    steps, whole = whole_steps(tile, grid, call.mods.SCORE_MOD is not None, OF_QUERIES)
     if OF_QUERIES:
         lse2, delta, far = rows_of(
             call.row_values, unit, own_first, grid.units, call.padded_length, S_LAYOUT,
@@ -568,11 +532,9 @@ def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr
     acc = zeros_of_parts(out_descs)
     it = gl.to_tensor(0)
     mbarrier.wait(call.own_full, 0)
-    for stream in range(streams_of(grid.batch, grid.GROUP, grid.KV_SHARED, OF_QUERIES)):
-        b, h = head_of(stream, own_b, own_h, grid.GROUP, grid.KV_SHARED, OF_QUERIES)
-        run, last_run = runs_of(
-            mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK, TILES_A_BLOCK,
-        )
+    for stream in range(1 if OF_QUERIES else streams_of(grid)):
+        b, h = head_of(stream, own_b, own_h, grid, OF_QUERIES)
+        run, last_run = runs_of(mask, b, h, tile, TILES_A_BLOCK)
         if HAS_MASK_MOD or grid.RAGGED:
             acc, it = consume_pass(
                 acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, True,
