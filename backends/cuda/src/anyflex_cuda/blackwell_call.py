@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import blackwell_forward
-from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed
+from anyflex_cuda.forward_call import Fit, boxed_program, launch_boxed
 from anyflex_cuda.gluon_kernels import GluonPrograms
-from anyflex_triton.building import Mods, Options, Program
+from anyflex_triton.building import Mods, Program
 
 __all__ = [
     "BLOCK_M",
@@ -66,21 +66,11 @@ def program_for(
     made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
     rest: bool,
 ) -> Program:  # fmt: skip
-    """Return the compiled kernel for a class of calls. Arguments are as in Hopper's
-    `program_for`."""
-    spec = made.spec
-    key = ("blackwell forward", tiles, mods.key, even, lse, max_scores, rest)
-    program = made.existing.get(key)
-    if program is not None:
-        return program
-    types, constants = boxed_arguments(
-        made, boxes_for(tiles, spec), mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
-    )
-    return made.program(
-        key,
-        blackwell_forward.forward_kernel,
+    """Return the kernel for a class of calls. Arguments are as in `boxed_program`."""
+    return boxed_program(
+        made, blackwell_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even,
+        lse, max_scores, rest,
         {
-            **constants,
             "MASK_SCORES": mods.mask_scores,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
@@ -88,9 +78,7 @@ def program_for(
             "GROUP_REGISTERS": tiles.registers[0],
             "OTHER_REGISTERS": tiles.registers[1],
         },
-        Options(4, 1),
-        types=types,
-    )
+    )  # fmt: skip
 
 
 def _columns(dim: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from anyflex_triton.building import (
     NeededNext,
     Options,
     Program,
-    Types,
     compile_with_next,
     mask_rows,
     or_else,
@@ -35,7 +34,7 @@ __all__ = [
     "Fit",
     "Lengths",
     "Tiles",
-    "boxed_arguments",
+    "boxed_program",
     "boxes_for",
     "cores",
     "fit_of",
@@ -218,63 +217,65 @@ def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[s
     return [name for name in boxes if DESCRIBED[name] == tensor]
 
 
-def boxed_arguments(
-    made: GluonPrograms, boxes: Mapping[str, tuple[int, ...]], score_mod: object,
-    mask_mod: object, even: bool, lse: bool, max_scores: bool, rest: bool,
-) -> tuple[dict[str, Types], dict[str, object]]:  # fmt: skip
-    """Return (types, constants) that forward's kernels in Gluon share. Arguments are as in
-    `program_for`, boxes from `boxes_for`."""
+def boxed_program(
+    made: GluonPrograms, function: Any, tiles: NamedTuple, boxes: Mapping[str, tuple[int, ...]],
+    mods: Mods, even: bool, lse: bool, max_scores: bool, rest: bool,
+    constants: Mapping[str, object],
+) -> Program:  # fmt: skip
+    """Return a kernel of forward in Gluon, compiled for a class of calls.
+
+    Args:
+        boxes: from `boxes_for`.
+        mods: from `GluonPrograms.mods`.
+        even: whether the number of keys and the mask's block size are multiples of a step's.
+        lse, max_scores, rest: which outputs beside out are wanted.
+        constants: those that only `function` has.
+    """
     spec = made.spec
+    key = (function, tiles, mods.key, even, lse, max_scores, rest)
+    program = made.existing.get(key)
+    if program is not None:
+        return program
     # A missing part has no descriptor, because encoding one takes the host a microsecond.
-    absent = [] if rest else [*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"]
+    absent = DESCRIBED.keys() - boxes.keys()
+    if not rest:
+        absent |= {*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"}
     if spec.mask_kind == "none":
-        absent += ["tile_order", "order_strides", "ordered"]
-    types = {
-        **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-        **ROW_STRIDES,
-    }
-    constants: dict[str, object] = {
-        **dict.fromkeys(absent),
-        "SCORE_MOD": score_mod,
-        "MASK_MOD": mask_mod,
-        "Q_BLOCK": spec.block_size[0],
-        "KV_BLOCK": spec.block_size[1],
-        "D": sum(boxes[name][-1] for name in _descriptors_of("query", boxes)),
-        "DV": sum(boxes[name][-1] for name in _descriptors_of("value", boxes)),
-        "WANT_LSE": lse,
-        "WANT_MAX": max_scores,
-        "WANT_REST": rest,
-        "EVEN": even,
-    }
-    return types, constants
+        absent |= {"tile_order", "order_strides", "ordered"}
+    return made.program(
+        key,
+        function,
+        {
+            **dict.fromkeys(absent),
+            "SCORE_MOD": mods.score_mod,
+            "MASK_MOD": mods.mask_mod,
+            "Q_BLOCK": spec.block_size[0],
+            "KV_BLOCK": spec.block_size[1],
+            "D": sum(boxes[name][-1] for name in _descriptors_of("query", boxes)),
+            "DV": sum(boxes[name][-1] for name in _descriptors_of("value", boxes)),
+            "WANT_LSE": lse,
+            "WANT_MAX": max_scores,
+            "WANT_REST": rest,
+            "EVEN": even,
+            **constants,
+        },
+        Options(4, 1),
+        types={
+            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+            **ROW_STRIDES,
+        },
+    )
 
 
 def program_for(
     made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
     rest: bool,
 ) -> Program:  # fmt: skip
-    """Return the compiled kernel for a class of calls.
-
-    Args:
-        mods: from `GluonPrograms.mods`.
-        even: whether the number of keys and the mask's block size are multiples of a step's.
-        lse, max_scores, rest: which outputs beside out are wanted.
-    """
-    spec = made.spec
-    key = ("hopper forward", tiles, mods.key, even, lse, max_scores, rest)
-    program = made.existing.get(key)
-    if program is not None:
-        return program
-    boxes = boxes_for(tiles, spec)
-    types, constants = boxed_arguments(
-        made, boxes, mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
-    )
-    return made.program(
-        key,
-        hopper_forward.forward_kernel,
+    """Return Hopper's kernel for a class of calls. Arguments are as in `boxed_program`."""
+    return boxed_program(
+        made, hopper_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even, lse,
+        max_scores, rest,
         {
-            **dict.fromkeys(DESCRIBED.keys() - boxes.keys()),
-            **constants,
             "READ_ROWS": mods.read_rows,
             "READ_COLUMNS": mods.read_columns,
             "SCORE_MOD_OF_READ": mods.score_mod_of_read,
@@ -284,16 +285,14 @@ def program_for(
             "SKIPS": tiles.skips,
             "APART": tiles.apart,
             "CHAINS": tiles.chains,
-            "SHARES_ROOM": shares_room(spec),
+            "SHARES_ROOM": shares_room(made.spec),
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "CONSUMER_REGISTERS": tiles.registers[0],
             "PRODUCER_REGISTERS": tiles.registers[1],
         },
-        Options(4, 1),
-        types=types,
-    )
+    )  # fmt: skip
 
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -317,7 +316,7 @@ class Fit(NamedTuple):
         programs: number of programs that share the tiles of all heads.
         block_m: query rows of a tile.
         workspace: the counter of tiles, or nothing.
-        even: as in `program_for`.
+        even: as in `boxed_program`.
         fixed: returns arguments of the kernel, given the strides of out and, if it is there, of
             rest.
         ready: program and fixed arguments of such calls so far, by their mods, wanted outputs and
@@ -430,7 +429,7 @@ def launch_boxed(
     made: GluonPrograms, fit: Fit, call: Call, out: Outputs,
     program_of: Callable[[Mods], Program],
 ) -> None:  # fmt: skip
-    """Launch a kernel with `boxed_arguments` on the current stream.
+    """Launch a `boxed_program` on the current stream.
 
     Args:
         program_of: returns the kernel for such calls and outputs, given the mods; called where it

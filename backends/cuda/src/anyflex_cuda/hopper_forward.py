@@ -122,36 +122,16 @@ class TileOutputs:
 
 
 @record
-class EarlyReads:
-    """Functions of `anyflex_triton.mods` that prefetch captured values, and mods that take
-    them."""
-
-    READ_ROWS: Any
-    READ_COLUMNS: Any
-    SCORE_MOD: Any
-    MASK_SCORES: Any
-
-
-@record
-class Tuning:
-    """Tuning constants of the loop over steps: arguments of `forward_kernel`."""
-
-    PINNED: Any
-    SKIPS: Any
-    APART: Any
-    CHAINS: Any
-
-
-@record
 class ConsumerCall:
     """Arguments of a consumer.
 
     Attributes:
         step_words: mailbox words about the ring's steps.
         mods: `anyflex_triton.kernel_records.Mods`, which prefetch nothing.
+        READ_ROWS, step_mods: for the loop over steps, with what they prefetch.
         results: `anyflex_triton.kernel_records.RowResults`.
         MASKED: whether any step may have dead pairs.
-        EVEN: argument of `forward_kernel`.
+        EVEN, PINNED, SKIPS, APART, CHAINS: arguments of `forward_kernel`.
     """
 
     queries: Any
@@ -163,13 +143,17 @@ class ConsumerCall:
     results: Any
     tables: Any
     mods: Any
-    reads: Any
+    step_mods: Any
     heads: Any
     q_length: Any
     kv_length: Any
-    tuning: Any
+    READ_ROWS: Any
     MASKED: Any
     EVEN: Any
+    PINNED: Any
+    SKIPS: Any
+    APART: Any
+    CHAINS: Any
 
 
 @record
@@ -513,7 +497,7 @@ def weights_of(
     if call.results.WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
-    row_max = gl.maximum(softmax.row_max, largest_of(scores, S_LAYOUT, call.tuning.CHAINS))
+    row_max = gl.maximum(softmax.row_max, largest_of(scores, S_LAYOUT, call.CHAINS))
     base = row_max * unit
     shift = gl.where(base <= -FAR, 0.0, base)
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
@@ -523,7 +507,7 @@ def weights_of(
     parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
     row_sums = softmax.row_sums * gl.expand_dims(factors, 1) + parts
-    if call.tuning.PINNED:
+    if call.PINNED:
         row_sums = pin(row_sums)
     return weights, alpha, SoftmaxState(row_max=row_max, base=base, row_sums=row_sums, nans=nans)
 
@@ -594,7 +578,7 @@ def advance(
     before = (step - 1) % ring.STAGES
     mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)
     first, end, full = said_of_step(call.step_words, slot, masked, MASKED, EVEN, ALWAYS)
-    if call.tuning.APART and MASKED:
+    if call.APART and MASKED:
         # This condition is always true where all steps of the loop are masked, which compilers
         # must not see. Behind a branch they evaluate the mask pair by pair; without one they hoist
         # all pairs' conditions above the scores and keep them as bits.
@@ -602,7 +586,7 @@ def advance(
     tables = tables_of_step(inputs, mods, first, call.kv_length, ring.BLOCK_N)
     raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
     mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
-    acc_later = products_of_handed(handed, ring.v_bufs, before, acc, call.tuning.APART)
+    acc_later = products_of_handed(handed, ring.v_bufs, before, acc, call.APART)
     raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
     mbarrier.arrive(ring.k_empty.index(slot), count=1)
     weights, alpha, softmax = weights_of(
@@ -611,10 +595,10 @@ def advance(
     )
     acc = awaited(acc_later, 0)
     mbarrier.arrive(ring.v_empty.index(before), count=1)
-    acc = all_multiplied(acc, alpha, call.tuning.SKIPS)
+    acc = all_multiplied(acc, alpha, call.SKIPS)
     handed = handed_over(
         weights, ring.v_bufs[0].dtype, layout_of_products(ring.v_bufs[0].shape[4]),
-        call.tuning.APART,
+        call.APART,
     )
     return handed, acc, softmax
 
@@ -629,11 +613,10 @@ def consume(call, ME: gl.constexpr):
     queries = call.queries
     ring = call.ring
     outputs = call.outputs
-    reads = call.reads
     S_LAYOUT: gl.constexpr = layout_of_products(ring.BLOCK_N)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     SCORE_MOD: gl.constexpr = call.mods.SCORE_MOD
-    APART: gl.constexpr = call.tuning.APART
+    APART: gl.constexpr = call.APART
     SHARES_ROOM: gl.constexpr = outputs.SHARES_ROOM
     MASKED: gl.constexpr = call.MASKED
     EVEN: gl.constexpr = call.EVEN
@@ -641,10 +624,7 @@ def consume(call, ME: gl.constexpr):
     shifts = call.mods.shifts
     scale = call.mods.scale
     q_length = call.q_length
-    mods = StepMods(
-        ints=call.mods.ints, floats=call.mods.floats, shifts=shifts, scale=scale,
-        READ_COLUMNS=reads.READ_COLUMNS, SCORE_MOD=reads.SCORE_MOD, MASK_SCORES=reads.MASK_SCORES,
-    )
+    mods = call.step_mods
     ALWAYS: gl.constexpr = mods.SCORE_MOD is not None or mods.READ_COLUMNS is not None
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -660,8 +640,8 @@ def consume(call, ME: gl.constexpr):
         mod_h = h + shifts[1]
         rows = first_row + gl.arange(0, ROWS, layout=OF_ROWS)
         q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1), 1) + shifts[2]
-        if reads.READ_ROWS is not None:
-            read = reads.READ_ROWS(mod_b, mod_h, q_idx, call.tables, mods.ints, mods.floats)
+        if call.READ_ROWS is not None:
+            read = call.READ_ROWS(mod_b, mod_h, q_idx, call.tables, mods.ints, mods.floats)
         else:
             read = call.tables
         inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=read)
@@ -866,13 +846,12 @@ def forward_kernel(
             ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
             MASK_MOD=MASK_MOD,
         ),
-        reads=EarlyReads(
-            READ_ROWS=READ_ROWS, READ_COLUMNS=READ_COLUMNS, SCORE_MOD=SCORE_MOD_OF_READ,
-            MASK_SCORES=MASK_SCORES,
+        step_mods=StepMods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ_COLUMNS=READ_COLUMNS,
+            SCORE_MOD=SCORE_MOD_OF_READ, MASK_SCORES=MASK_SCORES,
         ),
-        heads=heads, q_length=q_length, kv_length=kv_length,
-        tuning=Tuning(PINNED=PINNED, SKIPS=SKIPS, APART=APART, CHAINS=CHAINS), MASKED=MASKED,
-        EVEN=EVEN,
+        heads=heads, q_length=q_length, kv_length=kv_length, READ_ROWS=READ_ROWS, MASKED=MASKED,
+        EVEN=EVEN, PINNED=PINNED, SKIPS=SKIPS, APART=APART, CHAINS=CHAINS,
     )
     # Spelled out: constexprs stop being constexpr when they pass through a named or concatenated
     # tuple.

@@ -166,21 +166,11 @@ class Mods(NamedTuple):
             functions: by name.
             unscored: stand-in for the score mod of a module without one.
         """
-        score_mod, mask_mod = functions.get("score_mod", unscored), functions.get("mask_mod")
-        mask_scores = functions.get("mask_scores")
-        return cls(
-            key,
-            score_mod,
-            mask_mod,
-            functions.get("score_mod_backward"),
-            functions.get("captured_gradients"),
-            functions.get("read_rows"),
-            functions.get("read_columns"),
-            functions.get("score_mod_of_read", score_mod),
-            functions.get("mask_mod_of_read", mask_mod),
-            mask_scores,
-            functions.get("mask_scores_of_read", mask_scores),
-        )
+        made = {name: functions.get(name) for name in cls._fields[1:]}
+        made["score_mod"] = functions.get("score_mod", unscored)
+        for name in ("score_mod", "mask_mod", "mask_scores"):
+            made[f"{name}_of_read"] = functions.get(f"{name}_of_read", made[name])
+        return cls(key, **made)
 
     def reading(self) -> dict[str, object]:
         """Return the constants of a kernel that reads early whatever it can."""
