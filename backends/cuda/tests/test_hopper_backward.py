@@ -183,7 +183,7 @@ FREE = f"""            {WAIT}
         ("DS_STAGES = gl.constexpr(3)", "DS_STAGES = gl.constexpr(2)"),
         ("if last_rows >= 0:", "if True:"),
         ("last_rows = (m0", "last_rows = (128 + m0"),
-        ("mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)", "pass"),
+        ("mbarrier.wait(memory.q_full.index(slot), (it // STAGES) & 1, pred=there)", "pass"),
         ("pred=there", "pred=True"),
         ("if start < stop:", "if True:"),
         ("mbarrier.wait(memory.do_full.index(slot), phase)", "pass"),

@@ -212,11 +212,8 @@ def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
                 sums, keys, values, q, do, row_values, inputs, mods, call.gradients, first,
                 columns, end, call.kv_length, True, full, True, True, True,
             )
-    base = tensor_at(dq, dq_strides, b, h, layouts.UNITS[4])
-    store_parts(
-        base, dq_strides, rows, q_length, sums, mods.scale, call.DIM, call.D, layouts.UNITS[4],
-        layouts.WIDE,
-    )
+    dq_rows = rows_by_pointers(dq, dq_strides, b, h, layouts, 4, call.DIM, call.D)
+    store_parts(dq_rows, rows, q_length, sums, mods.scale)
 
 
 @triton.jit
@@ -282,16 +279,12 @@ def repair_keys(
                     dk_sum, dv_sum, queries, douts, row_values, k, v, inputs, mods, gradients,
                     first, rows_of_tile, end, call.q_length, True, full, True, True, True, True,
                 )
-    base = tensor_at(dv, dv_strides, kv_b, kv_head, layouts.UNITS[6])
-    store_parts(
-        base, dv_strides, places, kv_length, dv_sum, None, call.VALUE_DIM, call.DV,
-        layouts.UNITS[6], layouts.WIDE,
+    dv_rows = rows_by_pointers(
+        dv, dv_strides, kv_b, kv_head, layouts, 6, call.VALUE_DIM, call.DV,
     )
-    base = tensor_at(dk, dk_strides, kv_b, kv_head, layouts.UNITS[5])
-    store_parts(
-        base, dk_strides, places, kv_length, dk_sum, mods.scale, call.DIM, call.D,
-        layouts.UNITS[5], layouts.WIDE,
-    )
+    store_parts(dv_rows, places, kv_length, dv_sum, None)
+    dk_rows = rows_by_pointers(dk, dk_strides, kv_b, kv_head, layouts, 5, call.DIM, call.D)
+    store_parts(dk_rows, places, kv_length, dk_sum, mods.scale)
 
 
 @triton.jit

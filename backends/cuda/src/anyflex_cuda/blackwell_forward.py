@@ -421,9 +421,7 @@ def weights_in(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def add_values(
-    memory, ME: gl.constexpr, v, due, used, weights, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr,
-):
+def add_values(memory, ME: gl.constexpr, ring, v, due, used, weights):
     """Issue the product of a group's last weights, if there are any, with their values. Return
     (number of weights so far, whether the accumulator holds anything)."""
     scores = memory.scores.index(ME)
@@ -431,7 +429,8 @@ def add_values(
     weighed = memory.weighed.index(ME)
     if due:
         mbarrier.wait(weighed, weights & 1)
-        tcgen05_mma(weights_in(scores, DTYPE, BLOCK_N), v, sums, use_acc=used)
+        room = weights_in(scores, ring.v_bufs.dtype, ring.BLOCK_N)
+        tcgen05_mma(room, v, sums, use_acc=used)
         weights += 1
     return weights, used | due
 
@@ -440,7 +439,6 @@ def add_values(
 def multiply(queries, ring, memory, orders, D: gl.constexpr, DV: gl.constexpr):
     """Issue all products in one order: for each step and group first the previous step's
     accumulation, then this step's scores."""
-    DTYPE: gl.constexpr = ring.v_bufs.dtype
     BLOCK_N: gl.constexpr = ring.BLOCK_N
     order = gl.to_tensor(0)
     step = gl.to_tensor(0)
@@ -467,18 +465,14 @@ def multiply(queries, ring, memory, orders, D: gl.constexpr, DV: gl.constexpr):
                 mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
             else:
                 mbarrier.wait(queries.full.index(0), filled & 1)
-            weights_0, used_0 = add_values(
-                memory, 0, v, due_0, used_0, weights_0, DTYPE, BLOCK_N,
-            )
+            weights_0, used_0 = add_values(memory, 0, ring, v, due_0, used_0, weights_0)
             if kind_0 != NOTHING:
                 q = queries.bufs.index(0).reshape([ROWS, D])
                 tcgen05_mma(q, k, memory.scores.index(0), use_acc=False)
                 tcgen05_commit(memory.done.index(0))
             if step == first_step:
                 mbarrier.wait(queries.full.index(1), filled & 1)
-            weights_1, used_1 = add_values(
-                memory, 1, v, due_1, used_1, weights_1, DTYPE, BLOCK_N,
-            )
+            weights_1, used_1 = add_values(memory, 1, ring, v, due_1, used_1, weights_1)
             if step > first_step:
                 tcgen05_commit(ring.v_empty.index(before))
             if kind_1 != NOTHING:
@@ -496,14 +490,10 @@ def multiply(queries, ring, memory, orders, D: gl.constexpr, DV: gl.constexpr):
             before = (step - 1) % ring.STAGES
             v = ring.v_bufs.index(before).reshape([BLOCK_N, DV])
             mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
-            weights_0, used_0 = add_values(
-                memory, 0, v, due_0, used_0, weights_0, DTYPE, BLOCK_N,
-            )
+            weights_0, used_0 = add_values(memory, 0, ring, v, due_0, used_0, weights_0)
             if used_0:
                 tcgen05_commit(memory.summed.index(0))
-            weights_1, used_1 = add_values(
-                memory, 1, v, due_1, used_1, weights_1, DTYPE, BLOCK_N,
-            )
+            weights_1, used_1 = add_values(memory, 1, ring, v, due_1, used_1, weights_1)
             tcgen05_commit(ring.v_empty.index(before))
             if used_1:
                 tcgen05_commit(memory.summed.index(1))

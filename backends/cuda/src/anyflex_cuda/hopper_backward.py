@@ -399,16 +399,17 @@ def produce(
 
 
 @gluon.jit
-def indices_of_step(
-    m0, n0, q_length, kv_length, shifts, MASKED: gl.constexpr, RAGGED: gl.constexpr,
-    BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr,
-):
+def indices_of_step(m0, n0, call, MASKED: gl.constexpr):
     """Return (q_idx [1, BLOCK_M], kv_idx [64, 1]) as mods get them."""
+    BLOCK_M: gl.constexpr = call.memory.BLOCK_M
+    S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_M)
+    grid = call.grid
+    shifts = call.mods.shifts
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    if MASKED and RAGGED:
-        q_idx = gl.expand_dims(gl.minimum(m0 + columns, q_length - 1) + shifts[2], 0)
-        kv_idx = gl.expand_dims(gl.minimum(keys, kv_length - 1) + shifts[3], 1)
+    if MASKED and grid.RAGGED:
+        q_idx = gl.expand_dims(gl.minimum(m0 + columns, grid.q_length - 1) + shifts[2], 0)
+        kv_idx = gl.expand_dims(gl.minimum(keys, grid.kv_length - 1) + shifts[3], 1)
     else:
         # `now` makes one sum for all columns; compilers would add its terms to each column.
         q_idx = gl.expand_dims(columns + now(m0 + shifts[2]), 0)
@@ -427,22 +428,20 @@ def in_order_of_threads(x):
 
 
 @gluon.jit
-def begin_scores(
-    it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
+def begin_scores(it, there, memory, keys, ME: gl.constexpr):
     """Return the product of keys and a step's query rows, in flight. Unless the step is `there`,
     this doesn't wait for its rows, and the product is undefined."""
+    BLOCK_M: gl.constexpr = memory.BLOCK_M
     slot = it % STAGES
-    k = k_tiles.index(now(gl.to_tensor(ME))).reshape([64, D])
-    q = q_tiles.index(slot).reshape([BLOCK_M, D])
-    mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)
-    zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
+    k = keys.k_tiles.index(now(gl.to_tensor(ME))).reshape([64, memory.D])
+    q = memory.q_tiles.index(slot).reshape([BLOCK_M, memory.D])
+    mbarrier.wait(memory.q_full.index(slot), (it // STAGES) & 1, pred=there)
+    zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=layout_of_products(BLOCK_M))
     return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr):
     """Return the product that makes this consumer's part of step `it`'s dQ, in flight: 64 columns
     where D is 128, else 64 of the 128 rows."""
     pair = it % DS_STAGES * 2
@@ -457,7 +456,7 @@ def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr, DQ_LAYOUT
     else:
         ds0 = ds0.slice(ME * 64, 64, dim=1)
         ds1 = ds1.slice(ME * 64, 64, dim=1)
-    nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
+    nothing = gl.full([64, 64], 0.0, gl.float32, layout=layout_of_products(64))
     dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
     return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
 
@@ -527,9 +526,7 @@ def add_step(
     lse2 = memory.lse_rows.index(slot).load(S_LAYOUT)
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     places = head.n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    q_idx, kv_idx = indices_of_step(
-        m0, head.n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
-    )
+    q_idx, kv_idx = indices_of_step(m0, head.n0, call, MASKED)
     weights, factor, scores = weights_of(
         raw, lse2, gl.expand_dims(m0 + columns, 0), gl.expand_dims(places, 1), full,
         ModInputs(
@@ -545,9 +542,7 @@ def add_step(
     dweights = warpgroup_mma_wait(num_outstanding=1, deps=(dweights,))
     dweights -= memory.delta_rows.index(slot).load(S_LAYOUT)
     if gradients.CAPTURED_GRADIENTS is not None:
-        q_idx, kv_idx = indices_of_step(
-            m0, head.n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
-        )
+        q_idx, kv_idx = indices_of_step(m0, head.n0, call, MASKED)
         # A dead pair has weight 0; no registers are free to keep which pairs are dead. Other pairs
         # of weight 0 add 0, or a non-finite value, and then dQ is non-finite too. `repair_kernel`
         # adds those values, and what far rows add, whose lse2 is NaN.
@@ -580,15 +575,13 @@ def add_step(
             named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)
             # dQ is issued first, so that TMA adds it while dK is made. It is undefined in a tile's
             # first step.
-            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D, DQ_LAYOUT)
+            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D)
             dk = warpgroup_mma(operand, q, sums.dk, is_async=True)
             dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
         place_dq(dq, half, dq_tiles)
         # These scores aren't issued while dQ is in registers: there aren't enough for both, and
         # ptxas would serialize all products (C7512).
-        raw = begin_scores(
-            it + 1, more, memory.q_tiles, keys.k_tiles, memory.q_full, ME, BLOCK_M, D, S_LAYOUT,
-        )
+        raw = begin_scores(it + 1, more, memory, keys, ME)
         fence_async_shared()
         if ALONE:
             _add(call.dq.desc, [head.bh, m0 // 64 * 128, 0], dq_tiles.index(half))
@@ -600,9 +593,7 @@ def add_step(
             last_rows = (m0 // 64 * (D // 64) + ME) * 128
     else:
         dk = warpgroup_mma(operand, q, sums.dk, is_async=True)
-        raw = begin_scores(
-            it + 1, more, memory.q_tiles, keys.k_tiles, memory.q_full, ME, BLOCK_M, D, S_LAYOUT,
-        )
+        raw = begin_scores(it + 1, more, memory, keys, ME)
     # Wait for all products except the next step's scores.
     dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
     named_barrier("arrive", OF_ROWS + slot, 288)
@@ -618,10 +609,7 @@ def consume_steps(
     far."""
     memory = call.memory
     BLOCK_M: gl.constexpr = memory.BLOCK_M
-    raw = begin_scores(
-        it, True, memory.q_tiles, call.keys.k_tiles, memory.q_full, ME, BLOCK_M, memory.D,
-        layout_of_products(BLOCK_M),
-    )
+    raw = begin_scores(it, True, memory, call.keys, ME)
     for i in range(start, stop):
         m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
         sums, raw = add_step(sums, raw, i + 1 < stop, it, m0, full, head, call, ME, MASKED)
@@ -683,7 +671,6 @@ def consume(call, ME: gl.constexpr):
     DV: gl.constexpr = memory.DV
     RAGGED: gl.constexpr = grid.RAGGED
     WANT_DQ: gl.constexpr = call.dq.WANT_DQ
-    DQ_LAYOUT: gl.constexpr = layout_of_products(64)
     HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
     KEY_LAYOUT: gl.constexpr = call.dk_desc.layout
@@ -724,7 +711,7 @@ def consume(call, ME: gl.constexpr):
         if WANT_DQ and not ALONE:
             # The last step's dQ is made while TMA stores dV; it is undefined if there was no step.
             wait_for_ds(it - 1, last_rows >= 0, ME)
-            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D, DQ_LAYOUT)
+            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D)
         # If not fine, `repair_kernel` computes these keys again.
         fine = is_finite(dk) & is_finite(dv)
         gl.store(call.odd_keys + (unit * grid.tiles + tile) * 2 + ME, gl.where(fine, 0, 1))

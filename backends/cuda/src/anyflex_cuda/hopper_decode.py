@@ -43,7 +43,14 @@ from anyflex_cuda.decode_steps import (
     sums_place,
     total_steps,
 )
-from anyflex_cuda.nonfinite_rows import KEYS, PART, load_part, place_of, seen_nonfinite
+from anyflex_cuda.nonfinite_rows import (
+    KEYS,
+    PART,
+    PointedRows,
+    load_part,
+    place_of,
+    seen_nonfinite,
+)
 from anyflex_cuda.smem_mailbox import said, say
 from anyflex_cuda.split_tiles import ROWS, load_box
 from anyflex_triton.device_functions import (
@@ -287,31 +294,30 @@ def produce(loads, ring, plan, ahead):
 
 @gluon.jit
 def query_columns(
-    query, q_strides, b, kv_head, q_length, first_column, GROUP: gl.constexpr, DIM: gl.constexpr,
-    COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
+    call, b, kv_head, first_column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Return [ROWS, COLUMNS] of a unit's query rows; 0 in other rows, and from column DIM on."""
+    tensors = call.tensors
+    strides = tensors.q_strides
     packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
+    inside, head, row = rows_of_unit(packed, kv_head, call.q_length, tensors.GROUP)
     # Offsets are counted in units of one load.
     of_rows = (
-        gl.cast(b, gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
-        + row.to(gl.int64) * q_strides[2]
+        gl.cast(b, gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+        + row.to(gl.int64) * strides[2]
     ) * 8
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     columns = gl.expand_dims(first_column + columns, 0)
-    there = gl.expand_dims(inside, 1) & (columns < DIM)
-    return gl.load(query + gl.expand_dims(of_rows, 1) + columns, mask=there, other=0.0)
+    there = gl.expand_dims(inside, 1) & (columns < tensors.DIM)
+    return gl.load(tensors.query + gl.expand_dims(of_rows, 1) + columns, mask=there, other=0.0)
 
 
 @gluon.jit
-def load_queries(
-    q_buf, query, q_strides, b, kv_head, q_length, GROUP: gl.constexpr, DIM: gl.constexpr,
-    D: gl.constexpr,
-):
+def load_queries(call, b, kv_head):
     """Load a unit's query rows as an operand of warpgroup products."""
+    D: gl.constexpr = call.tensors.D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    q_buf.store(query_columns(query, q_strides, b, kv_head, q_length, 0, GROUP, DIM, D, LAYOUT))
+    call.q_buf.store(query_columns(call, b, kv_head, 0, D, LAYOUT))
     fence_async_shared()
     # One barrier here replaces one in each step.
     _all_threads()
@@ -341,8 +347,14 @@ def write_nonfinite_part(row_max, call, part, place):
     mod_h = gl.expand_dims(head, 1) + mods.shifts[1]
     mod_b = part.b + mods.shifts[0]
     kv_b = 0 * part.b if tensors.KV_SHARED else part.b
-    k_base = tensors.key + place_of(tensors.k_strides, kv_b, part.kv_head)
-    v_base = tensors.value + place_of(tensors.v_strides, kv_b, part.kv_head)
+    pointed_keys = PointedRows(
+        base=tensors.key + place_of(tensors.k_strides, kv_b, part.kv_head),
+        stride=tensors.k_strides[2], DIM=tensors.DIM,
+    )
+    pointed_values = PointedRows(
+        base=tensors.value + place_of(tensors.v_strides, kv_b, part.kv_head),
+        stride=tensors.v_strides[2], DIM=tensors.VALUE_DIM,
+    )
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     shift = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT)), 1)
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
@@ -355,14 +367,8 @@ def write_nonfinite_part(row_max, call, part, place):
             for first in range(begin, end, KEYS):
                 scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
                 for d in range(0, tensors.DIM, PART):
-                    q = query_columns(
-                        tensors.query, tensors.q_strides, part.b, part.kv_head, call.q_length, d,
-                        tensors.GROUP, tensors.DIM, PART, LEFT,
-                    )
-                    k = load_part(
-                        k_base, tensors.k_strides[2], first, end, d, tensors.DIM, KEYS, RIGHT,
-                        True,
-                    )
+                    q = query_columns(call, part.b, part.kv_head, d, PART, LEFT)
+                    k = load_part(pointed_keys, first, end, d, KEYS, RIGHT, True)
                     scores = mma_v2(q, k, scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
                 keys = gl.expand_dims(keys, 0)
@@ -379,10 +385,7 @@ def write_nonfinite_part(row_max, call, part, place):
                 exponent = (scores - shift) * unit
                 # Products summed in another order may exceed row_max slightly.
                 weights = gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
-                v = load_part(
-                    v_base, tensors.v_strides[2], first, end, first_column, tensors.VALUE_DIM,
-                    KEYS, RIGHT, False,
-                )
+                v = load_part(pointed_values, first, end, first_column, KEYS, RIGHT, False)
                 finite = gl.where(nonfinite(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
                 acc += seen_nonfinite(scores != float("-inf"), v, LAYOUT, ROWS)
@@ -476,10 +479,7 @@ def consume(call):
         u = b * plan.kv_heads + kv_head
         if call.ADDS:
             found = gl.load(call.counts + u, volatile=True)
-        load_queries(
-            call.q_buf, tensors.query, tensors.q_strides, b, kv_head, q_length, tensors.GROUP,
-            tensors.DIM, tensors.D,
-        )
+        load_queries(call, b, kv_head)
         if call.ADDS:
             begin_count(call.counts + u, found, call.mark)
         packed = gl.arange(0, ROWS, layout=OF_ROWS)

@@ -201,14 +201,12 @@ def pin(x):
 
 
 @gluon.jit
-def handed_over(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
+def handed_over(weights, v_bufs, APART: gl.constexpr):
     """Return weights in the form in which a step hands them to the next: 16-bit values, or, where
     the next step may run in another loop (APART), 32-bit words of two. ptxas would unpack and
-    repack 16-bit values in each step.
-
-    Args:
-        dtype: type of values. LAYOUT: layout of their products.
-    """
+    repack 16-bit values in each step."""
+    dtype: gl.constexpr = v_bufs[0].dtype
+    LAYOUT: gl.constexpr = layout_of_products(v_bufs[0].shape[4])
     if APART:
         low, high = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
         two: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
@@ -238,20 +236,20 @@ def operand_of(handed, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.cons
 
 @gluon.jit
 def count_steps(
-    runs, run, last_run, kv_length, KV_BLOCK: gl.constexpr, HAS_MASK: gl.constexpr,
-    EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
+    mask, run, last_run, kv_length, EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """Return (number of steps that may have dead pairs, number of others) of a row of runs."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    if HAS_MASK:
+    if mask.HAS_MASK:
         masked = gl.to_tensor(0)
         plain = gl.to_tensor(0)
         for first in range(run, last_run, 32):
             index = first + gl.arange(0, 32, layout=LAYOUT)
             there = index < last_run
-            begin = gl.load(runs + index * 3, mask=there, other=0) * KV_BLOCK
-            end = gl.load(runs + index * 3 + 1, mask=there, other=0) * KV_BLOCK
-            full = gl.load(runs + index * 3 + 2, mask=there, other=0) == FULL
+            at = mask.runs + index * 3
+            begin = gl.load(at, mask=there, other=0) * mask.KV_BLOCK
+            end = gl.load(at + 1, mask=there, other=0) * mask.KV_BLOCK
+            full = gl.load(at + 2, mask=there, other=0) == FULL
             length = gl.minimum(end, kv_length) - begin
             whole = gl.where(full, length // BLOCK_N, 0)
             plain += gl.sum(whole, 0)
@@ -385,10 +383,7 @@ def produce(
         else:
             run = gl.to_tensor(0)
             last_run = gl.to_tensor(1)
-        masked, plain = count_steps(
-            mask.runs, run, last_run, kv_length, mask.KV_BLOCK, mask.HAS_MASK, EVEN,
-            ring.BLOCK_N,
-        )
+        masked, plain = count_steps(mask, run, last_run, kv_length, EVEN, ring.BLOCK_N)
         loaded = LoadedTile(
             b=b, h=h, kv_b=kv_b, kv_head=kv_head, first_row=first_row, masked=masked, plain=plain,
             first_step=step, empties=empties, before=before,
@@ -596,10 +591,7 @@ def advance(
     acc = awaited(acc_later, 0)
     mbarrier.arrive(ring.v_empty.index(before), count=1)
     acc = all_multiplied(acc, alpha, call.SKIPS)
-    handed = handed_over(
-        weights, ring.v_bufs[0].dtype, layout_of_products(ring.v_bufs[0].shape[4]),
-        call.APART,
-    )
+    handed = handed_over(weights, ring.v_bufs, call.APART)
     return handed, acc, softmax
 
 
@@ -668,9 +660,7 @@ def consume(call, ME: gl.constexpr):
                 raw, softmax, first, end, full, masked > 0, with_tables(inputs, first_read), mods,
                 call, MASKED, EVEN,
             )
-            handed = handed_over(
-                weights, ring.v_bufs[0].dtype, layout_of_products(ring.v_bufs[0].shape[4]), APART,
-            )
+            handed = handed_over(weights, ring.v_bufs, APART)
             step += 1
             # Steps that may have dead pairs come first.
             for i in range(1, masked if APART else steps):

@@ -26,7 +26,30 @@ from anyflex_triton.device_functions import (
     unit_of_scores,
 )
 
-__all__ = ["KEYS", "PART", "load_part", "place_of", "seen_nonfinite", "write_nonfinite_rows"]
+__all__ = [
+    "KEYS",
+    "PART",
+    "PointedRows",
+    "load_part",
+    "place_of",
+    "seen_nonfinite",
+    "write_nonfinite_rows",
+]
+
+
+@record
+class PointedRows:
+    """Rows of one head, addressed by a pointer to the first.
+
+    Attributes:
+        stride: elements from a row to the next.
+        DIM: number of columns.
+    """
+
+    base: Any
+    stride: Any
+    DIM: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -45,11 +68,11 @@ def place_of(strides, b, h):
 
 @gluon.jit
 def load_part(
-    base, stride, first, end, first_column, DIM: gl.constexpr, ROWS: gl.constexpr,
-    LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, COLUMNS: gl.constexpr = PART,
+    pointed, first, end, first_column, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+    TRANSPOSED: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
-    """Load [ROWS, COLUMNS] from a row and a column on, or its transpose; 0 from row `end` and from
-    column DIM on."""
+    """Load [ROWS, COLUMNS] of `PointedRows` from a row and a column on, or its transpose; 0 from
+    row `end` and from column DIM on."""
     if TRANSPOSED:
         rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
         columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -57,8 +80,8 @@ def load_part(
         rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
         columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     columns += first_column
-    at = base + rows.to(gl.int64) * stride + columns
-    return gl.load(at, mask=(rows < end) & (columns < DIM), other=0.0)
+    at = pointed.base + rows.to(gl.int64) * pointed.stride + columns
+    return gl.load(at, mask=(rows < end) & (columns < pointed.DIM), other=0.0)
 
 
 @gluon.jit
@@ -74,20 +97,6 @@ def seen_nonfinite(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
         nonfinite_counts(v), gl.full([ROWS, v.shape[1]], 0.0, gl.float32, layout=LAYOUT),
     )
     return sum_of_counts(count)
-
-
-@record
-class PointedRows:
-    """Rows of one head, addressed by a pointer to the first.
-
-    Attributes:
-        stride: elements from a row to the next.
-        DIM: number of columns.
-    """
-
-    base: Any
-    stride: Any
-    DIM: Any
 
 
 @gluon.jit
@@ -110,13 +119,8 @@ def add_nonfinite_step(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
     for d in range(0, keys.DIM, COLUMNS):
-        q = load_part(
-            queries.base, queries.stride, first_row, q_length, d, keys.DIM, ROWS, LEFT, False,
-            COLUMNS,
-        )
-        k = load_part(
-            keys.base, keys.stride, first, end, d, keys.DIM, KEYS, RIGHT, True, COLUMNS,
-        )
+        q = load_part(queries, first_row, q_length, d, ROWS, LEFT, False, COLUMNS)
+        k = load_part(keys, first, end, d, KEYS, RIGHT, True, COLUMNS)
         scores = mma_v2(q, k, scores)
     places = gl.expand_dims(first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     kv_idx = gl.minimum(places, kv_length - 1) + mods.shifts[3]
@@ -132,10 +136,7 @@ def add_nonfinite_step(
     highest = gl.maximum(highest, gl.max(scores, 1))
     weights = gl.exp2((scores - shift) * unit)
     row_sum += gl.sum(weights, 1)
-    v = load_part(
-        values.base, values.stride, first, end, first_column, values.DIM, KEYS, RIGHT, False,
-        COLUMNS,
-    )
+    v = load_part(values, first, end, first_column, KEYS, RIGHT, False, COLUMNS)
     finite = gl.where(nonfinite(v), 0.0, v.to(gl.float32)).to(v.dtype)
     acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
     acc += seen_nonfinite(scores != float("-inf"), v, LAYOUT, ROWS)

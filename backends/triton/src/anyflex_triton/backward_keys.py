@@ -33,7 +33,6 @@ from anyflex_triton.tiles import (
     place_of_tile,
     rows_by_pointers,
     rows_of_steps,
-    tensor_at,
 )
 
 __all__ = ["HeadRowValues", "add_to_keys", "key_kernel"]
@@ -297,8 +296,8 @@ def key_kernel(
                     )
 
     if WANT_DV:
-        base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[5])
-        store_parts(base, dv_strides, keys, end_key, dv_sum, None, VALUE_DIM, DV, UNITS[5], WIDE)
+        dv_rows = rows_by_pointers(dv, dv_strides, kv_b, kv_head, layouts, 5, VALUE_DIM, DV)
+        store_parts(dv_rows, keys, end_key, dv_sum, None)
     if WANT_DK:
-        base = tensor_at(dk, dk_strides, kv_b, kv_head, UNITS[4])
-        store_parts(base, dk_strides, keys, end_key, dk_sum, scale, DIM, D, UNITS[4], WIDE)
+        dk_rows = rows_by_pointers(dk, dk_strides, kv_b, kv_head, layouts, 4, DIM, D)
+        store_parts(dk_rows, keys, end_key, dk_sum, scale)

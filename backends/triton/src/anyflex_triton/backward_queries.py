@@ -29,7 +29,6 @@ from anyflex_triton.tiles import (
     place_of_tile,
     rows_by_pointers,
     rows_of_steps,
-    tensor_at,
 )
 
 __all__ = ["add_to_queries", "query_kernel"]
@@ -202,8 +201,8 @@ def query_kernel(
                 )
 
     if WANT_DQ:
-        base = tensor_at(dq, dq_strides, b, h, UNITS[4])
-        store_parts(base, dq_strides, rows, end_row, dq_sum, scale, DIM, D, UNITS[4], WIDE)
+        dq_rows = rows_by_pointers(dq, dq_strides, b, h, layouts, 4, DIM, D)
+        store_parts(dq_rows, rows, end_row, dq_sum, scale)
     if FOLLOWS:
         # This program reads nothing more; it waits so that its end implies the end of keys'
         # launch.

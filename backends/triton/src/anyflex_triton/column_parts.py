@@ -118,13 +118,14 @@ def chosen_rows(chosen, parts):
 
 
 @triton.jit
-def store_parts(
-    base, strides, rows, end, parts, factor, DIM: tl.constexpr, D: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Store parts, as `store_rows`, times `factor` unless that is None."""
+def store_parts(rows, places, end, parts, factor):
+    """Store parts at the rows `places` of `kernel_records.HeadRows` before `end`, as `store_rows`,
+    times `factor` unless that is None."""
     for i in tl.static_range(len(parts)):
         value = parts[i]
         if factor is not None:
             value = value * factor
-        store_rows(base, strides, rows, end, value, DIM, D, UNIT, WIDE, i * D)
+        store_rows(
+            rows.base, rows.strides, places, end, value, rows.DIM, rows.D, rows.UNIT, rows.WIDE,
+            i * rows.D,
+        )
