@@ -18,18 +18,17 @@ NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-torch test-newest-torch test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test, test-newest-torch, test-newest-triton"
 	@echo "make test-torch TORCH=torch==2.15.0  the tests with another torch, without CUDA; test-newest-torch: those that CI runs with the newest"
-	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make conformance-cpu  every case for the CPU backend at each level of this processor, a minute a level"
-	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend and its whole build; each fault by every quick case; all compiles"
+	@echo "make soak         the tests in full: all random calls, masks and mods, whole kits and builds, all compiles"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
 	@echo "make test-nvidia  on a machine with a Hopper GPU: kit, random calls, sanitizer, first calls; bench-nvidia: all peers"
@@ -61,23 +60,13 @@ test-newest-torch:
 	@$(RUN) -m anyflex conformance --backend reference --quick
 	@$(RUN) -m anyflex conformance --backend cpu --quick
 
-test-random:
-	$(READY) test
-	@ANYFLEX_RANDOM_CONFIGURATIONS=500 $(RUN) -m pytest tests/random_configurations $(ARGS)
-
-# Of what `make test` has the time for a part: each reads its own variable.
+# The tests in full, hours: of random calls, compiles and kits `make test` runs a part (tests/soak.py).
 soak: $(NEWEST_TRITON)
 	$(READY) test
-	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py backends/cpu/tests/test_jit_random.py $(ARGS)
-	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
-	@cd backends/triton && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -rP tests/test_conformance.py $(ARGS)
-	@cd backends/cpu && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -n 2 tests/test_conformance.py -k Interpreted $(ARGS)
-	@ANYFLEX_ALL_COMPILES=1 $(RUN) -m pytest -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
-	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
+	@CI=1 ANYFLEX_SOAK=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@ANYFLEX_SOAK=1 PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
 	@$(RUN) bench/triton_compiles.py --compare
 	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --compare
-	@CI=1 ANYFLEX_WHOLE_BUILD=1 $(RUN) -m pytest tests/packaging/test_cpu_backend.py $(ARGS)
-	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 
 conformance:
 	$(READY) test

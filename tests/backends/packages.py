@@ -11,32 +11,39 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import SOAK
+
 __all__ = ["FOLDER", "imported_modules", "run_tests"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "backends"
 
 
-def run_tests(package: str, cache: Path, *arguments: str, **variables: str) -> str:
+def run_tests(
+    package: str, cache: Path, *arguments: str, cwd: Path | None = None, **variables: str
+) -> str:
     """Run a backend's tests as `make test` has installed it; return what pytest prints.
 
     Args:
         package: name of its folder.
         cache: for its kernels.
         arguments: for pytest.
+        cwd: where pytest runs; by default the backend's folder.
         variables: of the environment.
     """
     modules = {point.value for point in entry_points(group="anyflex.backends.v1")}
     if not any(module.startswith(f"anyflex_{package}.") for module in modules):
         pytest.skip(f"anyflex-{package} is not installed: make test")
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("ANYFLEX_")}
+    environment = {
+        n: v for n, v in os.environ.items() if n == "ANYFLEX_SOAK" or not n.startswith("ANYFLEX_")
+    }
     environment |= {"ANYFLEX_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "2", **variables}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=FOLDER / package,
+        cwd=cwd or FOLDER / package,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=86_400 if SOAK else 1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

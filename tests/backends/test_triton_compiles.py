@@ -1,6 +1,6 @@
 """Compilations of the portable Triton backend's tests for GPUs that aren't there.
 
-They take half of those tests' time, so they have a file of their own, which another worker runs.
+They have a file of their own, which another worker runs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.backends.packages import FOLDER, run_tests
+from tests.soak import SOAK
 
-FILES = sorted(FOLDER.glob("triton/tests/test_compiled_*.py"))
+NAMES = "compiled_*" if SOAK else "compiled_kernels"
+FILES = sorted(FOLDER.glob(f"triton/tests/test_{NAMES}.py"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton on this machine")

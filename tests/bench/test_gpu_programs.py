@@ -19,6 +19,7 @@ import torch
 
 import anyflex
 from anyflex.bench.machine import machine_facts, source_commit, version_facts
+from tests.soak import only_in_soak
 
 BENCH = Path(__file__).parents[2] / "bench"
 CASE = "full B16 H16 S2048 D128 bfloat16"
@@ -445,6 +446,7 @@ def test_a_control_of_which_a_sanitizer_says_nothing_excuses_nothing(tmp_path: P
     assert missing is not None and "can't be built" in missing
 
 
+@only_in_soak("it computes the same calls four times")
 def test_a_sanitizer_runs_over_calls_that_were_right_without_it(tmp_path: Path) -> None:
     """A sanitizer that runs its command and changes nothing, and one that finds something."""
     tool = tmp_path / "tool"

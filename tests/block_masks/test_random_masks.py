@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +14,18 @@ from torch import Tensor
 
 import anyflex
 from tests.block_masks.families import FAMILIES, Sizes, Source, mask_mods, sizes
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
-COUNT = int(os.environ.get("ANYFLEX_RANDOM_MASKS", "400"))
+COUNT = 20000 if SOAK else 200
 """Number of masks that are drawn: CI's share, or that of `make soak`."""
 EACH = max(3, COUNT // 2 // len(FAMILIES))
 """Number of masks of each family alone; the others are combinations."""
 
 CHECKED = settings(
     deadline=None,
-    derandomize="ANYFLEX_RANDOM_MASKS" not in os.environ,
+    derandomize=not SOAK,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import SOAK
+
 ROOT = Path(__file__).resolve().parents[2]
 OLD_PIP = "23.2.1"
 CURRENT_PIP = "26.3"
+PIPS = [OLD_PIP, CURRENT_PIP] if SOAK else [CURRENT_PIP]
+"""Versions of pip that install each distribution."""
 # Requirements of `anyflex[test]` that these tests don't run: empty wheels stand in for them.
 STUBS = {"torch": "2.13.0", "pytest": "9.0", "hypothesis": "6.170", "numpy": "2.2"}
 

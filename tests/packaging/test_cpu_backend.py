@@ -3,7 +3,6 @@ every level, and without a compiler."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sysconfig
@@ -17,6 +16,7 @@ import torch
 
 from tests.packaging.conftest import CURRENT_PIP, ROOT
 from tests.packaging.interpreters import Environment, make_environment
+from tests.soak import SOAK, only_in_soak
 
 pytestmark = pytest.mark.packaging
 
@@ -25,8 +25,6 @@ COMPILER = shutil.which("g++")
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 # Programs that gcc starts, and that CMake does.
 TOOLS = "cmake make ninja gcc g++ cc c++ as ld ar ranlib nm objcopy strip uname sh".split()
-WHOLE_BUILD = bool(os.environ.get("ANYFLEX_WHOLE_BUILD"))
-"""Whether all levels are built, which takes minutes, as in `make soak`."""
 LEFT_OUT = "from anyflex_cpu import library; print(library.load().left_out())"
 DOCTOR = "from anyflex.cli.main import main; raise SystemExit(main(['doctor']))"
 ANSWER = """
@@ -115,7 +113,7 @@ def test_a_wheel_builds_with_gcc_and_cmake_alone_and_computes(
     folder = tmp_path / "wheels"
     tools = copy_tools(tmp_path / "tools", *TOOLS)
     # The levels of AVX-512 take most of a build's time, and `make setup` has built them.
-    if not WHOLE_BUILD:
+    if not SOAK:
         without_flag(tools, "-mavx512f")
     with_tools(environment, tools).wheel(str(sdist), str(folder), cwd=tmp_path)
     wheel, names, text = wheel_facts(folder)
@@ -132,7 +130,7 @@ def test_a_wheel_builds_with_gcc_and_cmake_alone_and_computes(
     origin, total = printed.splitlines()
     assert Path(origin).is_relative_to(tmp_path / "venv")
     assert float(total) == pytest.approx(16.0)
-    if WHOLE_BUILD:
+    if SOAK:
         left_out = environment.evaluate(LEFT_OUT, PYTHONPATH=real_packages(tmp_path))
         assert left_out.strip() == "()"
     doctor = environment.evaluate(DOCTOR, PYTHONPATH=real_packages(tmp_path))
@@ -146,6 +144,7 @@ def test_a_wheel_builds_with_gcc_and_cmake_alone_and_computes(
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 @pytest.mark.skipif(not HAS_AVX2, reason="needs a processor with AVX2")
+@only_in_soak("it builds the library a second time")
 def test_levels_that_the_compiler_does_not_know_are_left_out_and_it_says_so(
     checkout: Path, pips: dict[str, Path], house: Path, sdist: Path, tmp_path: Path
 ) -> None:

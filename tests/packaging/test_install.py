@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.conftest import CURRENT_PIP, OLD_PIP, ROOT
+from tests.packaging.conftest import CURRENT_PIP, OLD_PIP, PIPS, ROOT
 from tests.packaging.interpreters import find_interpreter, make_environment
 
 pytestmark = pytest.mark.packaging
 
-BOTH_PIPS = pytest.mark.parametrize("pip", [OLD_PIP, CURRENT_PIP])
+EACH_PIP = pytest.mark.parametrize("pip", PIPS)
 INSTALLED = """
 from importlib.metadata import distributions, entry_points
 print(sorted(d.metadata["Name"].lower() for d in distributions()))
@@ -38,7 +38,7 @@ def requirements(wheel: Path) -> list[str]:
     return [str(line) for line in wheel_metadata(wheel).get_all("Requires-Dist", [])]
 
 
-@BOTH_PIPS
+@EACH_PIP
 @pytest.mark.parametrize("spelling", ["relative", "absolute"])
 def test_the_test_extra_installs_from_any_directory(
     pip: str, spelling: str, checkout: Path, pips: dict[str, Path], house: Path, tmp_path: Path
@@ -54,7 +54,7 @@ def test_the_test_extra_installs_from_any_directory(
     assert backends == str([REFERENCE])
 
 
-@BOTH_PIPS
+@EACH_PIP
 def test_a_backend_extra_installs_the_backend_of_this_checkout(
     pip: str, checkout_with_backends: Path, pips: dict[str, Path], house: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.conftest import CURRENT_PIP, OLD_PIP, ROOT
+from tests.packaging.conftest import CURRENT_PIP, PIPS, ROOT
 from tests.packaging.interpreters import make_environment
 
 pytestmark = pytest.mark.packaging
@@ -28,7 +28,7 @@ raise SystemExit(pytest.main(arguments))
 """
 
 
-@pytest.mark.parametrize("pip", [OLD_PIP, CURRENT_PIP])
+@pytest.mark.parametrize("pip", PIPS)
 def test_a_new_plugin_installs_editable_and_its_tests_pass(
     pip: str, checkout: Path, pips: dict[str, Path], house: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.conftest import CURRENT_PIP, OLD_PIP, ROOT, write_stub_wheel
+from tests.packaging.conftest import CURRENT_PIP, PIPS, ROOT, write_stub_wheel
 from tests.packaging.interpreters import Environment, make_environment
 
 pytestmark = pytest.mark.packaging
@@ -56,7 +56,7 @@ def installed(environment: Environment) -> tuple[dict[str, str], dict[str, str]]
     return versions, literal_eval(backends)
 
 
-@pytest.mark.parametrize("pip", [OLD_PIP, CURRENT_PIP])
+@pytest.mark.parametrize("pip", PIPS)
 def test_the_extra_xpu_brings_both_packages_and_no_triton(
     pip: str, checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.installed import EXAMPLE, run_tests
+from tests.soak import only_in_soak
 
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 FILES = sorted([*EXAMPLE.glob("src/**/*.py"), *EXAMPLE.glob("tests/*.py")])
@@ -19,6 +20,7 @@ def test_its_own_tests_pass(tmp_path: Path) -> None:
     assert " passed" in printed and "skipped" not in printed
 
 
+@only_in_soak("tests/testing/test_numerical_faults.py runs these cases on the same plugin")
 def test_the_quick_subset_of_the_kit_passes(tmp_path: Path) -> None:
     printed = run_tests(EXAMPLE, tmp_path, "-k", "TestConformance", "-o", "addopts=")
     passed = re.search(r"(\d+) passed", printed)

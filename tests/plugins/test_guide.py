@@ -14,6 +14,7 @@ import pytest
 from tests.docs.code_blocks import code_blocks
 from tests.plugins.installed import ROOT, entry_points
 from tests.registry.packages import install
+from tests.soak import SOAK
 
 PAGE = ROOT / "docs" / "plugins.md"
 BEGIN, END = "## From nothing, in six steps\n", "## The entry point\n"
@@ -58,6 +59,8 @@ def test_the_backend_of_the_guide_passes_the_quick_subset(package: Path, tmp_pat
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     environment |= {"ANYFLEX_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = "conformance --quick --backend cpu.mine --require forward,backward".split()
+    if not SOAK:
+        command += ["--case", "forward/*", "--case", "backward/*", "--case", "operations/*"]
     done = subprocess.run(
         [sys.executable, "-m", "anyflex", *command],
         cwd=tmp_path,
@@ -69,4 +72,4 @@ def test_the_backend_of_the_guide_passes_the_quick_subset(package: Path, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     # Undeclared calls are refused: a few operations and types, no more.
     counts = re.search(r"(\d+) passed", done.stdout)
-    assert counts is not None and int(counts[1]) > 350, done.stdout
+    assert counts is not None and int(counts[1]) > (350 if SOAK else 50), done.stdout

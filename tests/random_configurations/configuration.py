@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal
 
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 from anyflex.testing.mods.mod import FORMS, Form
+from tests.soak import SOAK
 
 __all__ = ["COUNT", "SEED", "TRAITS", "Configuration", "asked_for", "configurations"]
 
@@ -117,9 +117,8 @@ _BLOCKS = ((16, 16), (64, 64), (128, 128), (32, 128))
 
 
 def asked_for() -> int:
-    """Number of configurations that this run of pytest takes: CI's share, or `make
-    test-random`'s."""
-    return int(os.environ.get("ANYFLEX_RANDOM_CONFIGURATIONS", "60"))
+    """Number of configurations that this run of pytest takes."""
+    return 500 if SOAK else 60
 
 
 def configurations(count: int = COUNT) -> list[Configuration]:

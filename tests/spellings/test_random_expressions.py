@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from itertools import compress
 
@@ -14,13 +13,13 @@ from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.tracing.trace import TracedMod, trace_mod
+from tests.soak import SOAK
 from tests.spellings.expressions import PAIRS, STOPS, RandomMod, random_mod
 from tests.spellings.surroundings import one_by_one, traced_gradients
 
 __all__: list[str] = []
 
-COUNT = int(os.environ.get("ANYFLEX_RANDOM_EXPRESSIONS", "200"))
-"""Number of mods that run: CI's share, or that of `make soak`."""
+COUNT = 2000 if SOAK else 100
 
 
 def gives_to_nan() -> bool:

@@ -1,12 +1,11 @@
 """Each numerical fault is caught by its case of the quick subset, for the reason it names.
 
-What a fault `says` is a regular expression here. ``ANYFLEX_FAULTS_BY_ALL=1`` runs all quick cases
+What a fault `says` is a regular expression here. `make soak` runs all quick cases
 of these groups on each fault and prints how many fail.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +29,7 @@ from anyflex.testing.cases import (
 )
 from anyflex.testing.runner import Outcome, run_case, run_cases
 from anyflex.testing.session import open_session
+from tests.soak import SOAK
 from tests.testing.faults import forward
 from tests.testing.faults import gradients as gradient_faults
 from tests.testing.faults import masks as mask_faults
@@ -61,7 +61,6 @@ FAULTS = (
     *gradient_faults.FAULTS,
     *precision_faults.FAULTS,
 )
-BY_ALL = os.environ.get("ANYFLEX_FAULTS_BY_ALL") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +95,6 @@ def test_a_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
         how = "caught by" if caught else "NOT caught by"
         print(f"fault {fault.number:3d}, {fault.what}: {how} {fault.case}")
         assert caught, f"{outcome.status}: {outcome.detail}"
-        if BY_ALL:
+        if SOAK:
             failed = failures(run_cases(session, QUICK.values()))
             print(f"fault {fault.number:3d}: {len(failed)} of {len(QUICK)} quick cases fail")

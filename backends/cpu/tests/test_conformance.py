@@ -9,7 +9,7 @@ from anyflex.plugin import Artifacts, Kernel, Spec
 from anyflex.testing import Conformance
 from anyflex_cpu.backend import CpuBackend
 
-WHOLE = os.environ.get("ANYFLEX_WHOLE_KIT") == "1"
+SOAK = os.environ.get("ANYFLEX_SOAK") == "1"
 """Whether all cases run with interpreted mods, which takes minutes. `make conformance-cpu` runs
 all cases with compiled ones."""
 
@@ -32,5 +32,5 @@ class TestInterpreted(Conformance):
     backend = "cpu.interpreted"
     backend_class = Interpreted
     require = ("forward", "backward")
-    cases = () if WHOLE else ("mods/*", "masks/*", "operations/*", "forward/*", "backward/*")
-    quick = not WHOLE
+    cases = () if SOAK else ("mods/*", "masks/*", "operations/*", "forward/*", "backward/*")
+    quick = not SOAK

@@ -1,8 +1,8 @@
 """Random calls, right and wrong: each is right by the formula or refused with the error that says
 what is wrong, none ends the process.
 
-ANYFLEX_FUZZED_CALLS says how many, in processes of `CHUNK` calls: a crash then names its call.
-`make soak` makes 100,000. `python fuzz_calls.py N 1` makes call N again.
+`make soak` makes 100,000, in processes of `CHUNK` calls: a crash then names its call.
+`python fuzz_calls.py N 1` makes call N again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from anyflex import ArgumentError, BackendRefused, BlockMaskError, PluginError
 from anyflex_cpu import library
 
 ENOUGH_CALLS = 400
-CALLS = int(os.environ.get("ANYFLEX_FUZZED_CALLS", ENOUGH_CALLS))
+CALLS = 100_000 if os.environ.get("ANYFLEX_SOAK") == "1" else ENOUGH_CALLS
 CHUNK = 2000
 SECONDS = 900
 """Time limit of one process in seconds: a call that never returns is a failure too."""

@@ -19,7 +19,7 @@ expressions = pytest.importorskip(
 )
 trace = pytest.importorskip("anyflex.tracing.trace")
 
-COUNT = int(os.environ.get("ANYFLEX_RANDOM_EXPRESSIONS", "200")) // 4
+COUNT = 500 if os.environ.get("ANYFLEX_SOAK") == "1" else 50
 SIZE = expressions.SIZE
 COLUMNS = 2 * SIZE
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from scripts_beside import every_case
+from scripts_beside import SOAK
 from with_ptxas import compiled, compiling, spills_of
 
 import anyflex
@@ -65,15 +65,15 @@ CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
 
 CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("causal", {}),
+    ("distances that learn", {"dims": (64, 64)}),
+    ("documents", {"dims": (256, 256)}),
+]
+"""Cases with steps of 128 rows and of 64, and with tiles of 256 columns."""
+MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {"dims": (64, 64)}),
     ("documents", {"dims": (64, 64)}),
     ("slopes that learn", {}),
-    ("distances that learn", {"dims": (64, 64)}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
-    ("documents", {"dims": (256, 256)}),
-]
-"""Cases with steps of 64 rows and of 128, with most registers, and with tiles of 256 columns."""
-MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("softcap", {}),
     ("softcap", {"dims": (64, 64)}),
@@ -196,7 +196,7 @@ def unfenced(ptx: str, to_products: bool) -> str:
 def main() -> int:
     done: set[int] = set()
     with compiling():
-        for case, more in (*CALLS, *(MORE if every_case() else ())):
+        for case, more in (*CALLS, *(MORE if SOAK else ())):
             for program, _ in backward_of(case, **more):
                 if id(program) in done:
                     continue

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from compiling import NAMED
-from scripts_beside import every_case
+from scripts_beside import SOAK
 from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
@@ -89,24 +89,26 @@ def loops_of(sass: str) -> list[str]:
 
 
 def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
-    """Yield (name, spec, even, rest, tiles): one, two and three consumers; where `every_case`,
+    """Yield (name, spec, even, rest, tiles): one, two and three consumers; with `SOAK`,
     each shape of tiles with each kind of mod."""
-    calls = [
-        ("full", 128, False, False), ("causal", 128, True, True), ("documents", 128, True, False),
-        ("softcap", 128, True, False), ("full", 64, True, False), ("causal", 64, True, False),
-    ]  # fmt: skip
+    calls = [("full", 128, False, False), ("documents", 128, True, False)]
     small = [("causal", 128, True, True)]
-    others = [
-        ("causal of 192 and 128", replace(spec_of("causal", 192), value_head_dim=128), True, True),
-        ("softcap of 96", spec_of("softcap", 96), True, True),
-        ("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False),
-    ]
-    if every_case():
+    others = [("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False)]
+    if SOAK:
         calls += [
-            ("alibi", 128, True, False), ("window", 64, False, True), ("causal", 256, True, False),
+            ("causal", 128, True, True), ("softcap", 128, True, False), ("full", 64, True, False),
+            ("causal", 64, True, False), ("alibi", 128, True, False), ("window", 64, False, True),
+            ("causal", 256, True, False),
         ]  # fmt: skip
         small += [("causal", 64, False, False), ("full", 256, True, True)]
         others += [
+            (
+                "causal of 192 and 128",
+                replace(spec_of("causal", 192), value_head_dim=128),
+                True,
+                True,
+            ),
+            ("softcap of 96", spec_of("softcap", 96), True, True),
             ("alibi of 96, float16", spec_of("alibi", 96, torch.float16), True, True),
             ("documents of 96", spec_of("documents", 96), False, True),
             (

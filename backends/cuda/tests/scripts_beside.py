@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["every_case", "printed_by"]
+__all__ = ["SOAK", "printed_by"]
 
-
-def every_case() -> bool:
-    """Return whether all cases are compiled, as by `make soak`, and not a part."""
-    return os.environ.get("ANYFLEX_ALL_COMPILES") == "1"
+SOAK = os.environ.get("ANYFLEX_SOAK") == "1"
+"""Whether all cases run, as in `make soak`, and not a part."""
 
 
 def printed_by(script: str, *, interpreted: bool = False) -> list[str]:

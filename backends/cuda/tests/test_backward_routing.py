@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from compiling_backward import causal, recorded
+from scripts_beside import SOAK
 
 import anyflex
 from anyflex_triton import forward_call as portable_call
@@ -213,12 +215,17 @@ def seen(value: Any, places: dict[int, int]) -> Any:
     return tuple(seen(part, places) for part in value) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("with_lse", [True, False])
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("wanted", ["qkv", "kv", "q", "v"])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("dims", [(64, 128), (136, 160)])
+BOOLS = (True, False)
+KINDS_OF_CALLS = list(
+    product([(64, 128), (136, 160)], ["qkv", "kv", "q", "v"], BOOLS, BOOLS, BOOLS, BOOLS)
+)
+
+
+# Every fifth has each two values of two parameters together.
+@pytest.mark.parametrize(
+    ("dims", "wanted", "masked", "learns", "with_lse", "hopper"),
+    KINDS_OF_CALLS[:: 1 if SOAK else 5],
+)
 def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
     dims: tuple[int, int], wanted: str, masked: bool, learns: bool, with_lse: bool, hopper: bool
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripts_beside import every_case, printed_by
+from scripts_beside import SOAK, printed_by
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -19,7 +19,7 @@ own."""
 def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     lines = printed_by("compiling_decode.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    count = 9 if every_case() else 5
+    count = 9 if SOAK else 2
     of_steps, of_calls = found[:count], found[count:]
     for facts in of_steps:
         assert facts["serialized"] == [] and facts["spills"] == facts["local"] == 0, facts

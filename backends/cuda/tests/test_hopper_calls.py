@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import in_numpy, mod_in_python, run_kernel
 from recording import OnHopper, check_half_outputs, recording
+from scripts_beside import SOAK
 
 import anyflex
 from anyflex.plugin import PluginError, isolated, register
@@ -365,7 +366,10 @@ PROTOCOL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "piece", "instead"), [*READ_EARLY, *LOOPS, *PROTOCOL])
+PIECES = [*READ_EARLY, *LOOPS, *PROTOCOL]
+
+
+@pytest.mark.parametrize(("name", "piece", "instead"), PIECES[:: 1 if SOAK else 4])
 def test_without_a_piece_of_it_a_call_fails(name: str, piece: str, instead: str) -> None:
     for seed in range(12):
         case = replace(CASES[name], cores=1 + seed % 2)

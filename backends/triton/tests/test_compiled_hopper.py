@@ -10,7 +10,17 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import DIMS, READING, TOOL, compiled, entries, learning_by_pair, named, run
+from table_entries import (
+    DIMS,
+    READING,
+    SOAK,
+    TOOL,
+    compiled,
+    entries,
+    learning_by_pair,
+    named,
+    run,
+)
 
 from anyflex_triton.configs import (
     _READING_PAIRS,
@@ -19,6 +29,7 @@ from anyflex_triton.configs import (
     config_for,
 )
 
+pytestmark = pytest.mark.skipif(not SOAK, reason="only in make soak: it takes minutes")
 _ROUNDED = Traits(192, 4, in_tf32=True)
 
 

@@ -11,9 +11,17 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import READING, compiled, entries, run
+from table_entries import READING, SOAK, compiled, entries, run
+
+only_in_soak = pytest.mark.skipif(not SOAK, reason="only in make soak: it takes minutes")
 
 
+def test_a_kernel_of_each_kind_compiles_and_fits() -> None:
+    found = compiled("hopper,blackwell,amd", "causal", types=("bfloat16",), dims=(64,))
+    assert len(found) == 3 * 4
+
+
+@only_in_soak
 def test_every_entry_for_amd_compiles_and_fits() -> None:
     found = compiled("amd", "causal")
     assert entries("amd") <= found, entries("amd") - found
@@ -21,12 +29,14 @@ def test_every_entry_for_amd_compiles_and_fits() -> None:
     assert compiled("amd", ",".join(READING), "forward", ("bfloat16",), (128,))
 
 
+@only_in_soak
 def test_every_entry_with_intel_s_tiles_compiles_for_sm_90_and_fits() -> None:
     found = compiled("xpu", "causal")
     assert entries("xpu") <= found, entries("xpu") - found
     assert compiled("xpu", "relative", "forward", ("bfloat16",), (128,))
 
 
+@only_in_soak
 def test_kernels_for_ampere_compile_and_fit() -> None:
     found = compiled("ampere", "causal,relative", types=("bfloat16", "tf32"), dims=(64,))
     wanted = {entry for entry in entries("ampere") if " 64 " in entry and " float32 " not in entry}
@@ -35,6 +45,7 @@ def test_kernels_for_ampere_compile_and_fit() -> None:
     assert wanted <= found, wanted - found
 
 
+@only_in_soak
 def test_what_runs_beside_the_kernels_of_the_table_compiles_and_fits() -> None:
     """Finer blocks are decided for each kernel's tiles."""
     found = compiled(
