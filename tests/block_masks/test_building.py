@@ -20,6 +20,7 @@ from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.block_mask.undecided_blocks import Budget
 from anyflex.intervals.evaluation import Domain
+from anyflex.mask_structure.runs import RunList
 from anyflex.testing.oracle import dense_attention
 from tests.block_masks.families import Sizes, mask_mods, sizes
 from tests.block_masks.test_random_masks import CHECKED, COUNT, check, dense, kinds
@@ -238,15 +239,16 @@ def test_pieces_of_rows_are_merged_while_building(monkeypatch: pytest.MonkeyPatc
     sizes_ = (3000, 2000)
     wanted = anyflex.create_block_mask(hashed, 1, 1, *sizes_, BLOCK_SIZE=16)
     gathers = []
-    gather = QuadTree._gather
+    merged = quad_tree.merged
 
-    def watched(tree: QuadTree) -> None:
-        gather(tree)
-        gathers.append(sum(runs.row.numel() for runs in tree._gathered))
+    def watched(runs: RunList, columns: int) -> RunList:
+        made = merged(runs, columns)
+        gathers.append(made.row.numel())
+        return made
 
     monkeypatch.setattr(quad_tree, "_PIECES", 500)
     monkeypatch.setattr(quad_tree, "_CELLS", 256)
-    monkeypatch.setattr(QuadTree, "_gather", watched)
+    monkeypatch.setattr(quad_tree, "merged", watched)
     mask = anyflex.create_block_mask(hashed, 1, 1, *sizes_, BLOCK_SIZE=16)
     assert mask == wanted
     # 188 x 125 PARTIAL blocks: a few runs a row are pending, never all blocks.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from anyflex.tracing.vmapped_mods import apply_mask, apply_score
 __all__ = ["Elements", "OpaqueElements", "TracedElements", "elements_of"]
 
 
-class Elements(Protocol):
+class Elements(ABC):
     """Evaluator that tells which elements are live.
 
     Attributes:
@@ -32,24 +33,16 @@ class Elements(Protocol):
     device: torch.device
     depends: frozenset[str]
 
+    @abstractmethod
     def live(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return bool [b, h, q, k] from int64 vectors of indices; it may have stride 0."""
-        ...
 
     def grid(self, batch: int, heads: int) -> tuple[int, int]:
         """Return B' and H' of a mask: 1 where the result doesn't depend on the index."""
-        ...
-
-
-class _Grid:
-    depends: frozenset[str]
-
-    def grid(self, batch: int, heads: int) -> tuple[int, int]:
-        """See `Elements`."""
         return (batch if "b" in self.depends else 1, heads if "h" in self.depends else 1)
 
 
-class TracedElements(_Grid):
+class TracedElements(Elements):
     """A traced mask mod, or a score mod, for which an element is dead where it gives -inf.
 
     Args:
@@ -144,7 +137,7 @@ class TracedElements(_Grid):
         raise AssertionError("an index that left its tensor was not found again")
 
 
-class OpaqueElements(_Grid):
+class OpaqueElements(Elements):
     """A mod that could not be traced but is pure: torch.vmap runs it."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device, kind: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from anyflex.block_mask.boxes import Boxes
 from anyflex.block_mask.elementwise_evaluation import TracedElements
 from anyflex.intervals.analysis import Analysis
+from anyflex.intervals.bounds import End
 
 __all__ = ["DEFAULT_BUDGET", "Budget", "OpenBlocks"]
 
@@ -100,9 +101,11 @@ class OpenBlocks:
                 some[boxes.owner] = True
                 lacking[boxes.owner] = True
             elif small:
-                self._look_at_elements(boxes, q_side, kv_side, some, lacking)
+                self._budget.looked_at += count * q_side * kv_side
+                self._look(boxes, boxes.elements(q_side, kv_side), some, lacking)
             else:
-                self._look_at_witnesses(boxes, some, lacking)
+                # For most masks the corners and the centre show both values.
+                self._look(boxes, boxes.witnesses(), some, lacking)
                 boxes = boxes.chosen(~(some & lacking)[boxes.owner])
                 q_parts, kv_parts = (min(4, -(-s // _SMALLEST_SIDE)) for s in (q_side, kv_side))
                 # Rounded up, so that it also ends for sides that aren't a power of two.
@@ -119,16 +122,14 @@ class OpenBlocks:
         lacking[boxes.owner[false | mixed]] = True
         return boxes.chosen(~(true | false | mixed))
 
-    def _look_at_witnesses(self, boxes: Boxes, some: Tensor, lacking: Tensor) -> None:
-        """Evaluate each box's corners and centre: for most masks they show both values."""
-        live = self._elements.at(*boxes.witnesses())
-        some[boxes.owner[live.any(1)]] = True
-        lacking[boxes.owner[~live.all(1)]] = True
-
-    def _look_at_elements(
-        self, boxes: Boxes, q_side: int, kv_side: int, some: Tensor, lacking: Tensor
+    def _look(
+        self,
+        boxes: Boxes,
+        elements: tuple[End, End, Tensor, Tensor],
+        some: Tensor,
+        lacking: Tensor,
     ) -> None:
-        self._budget.looked_at += boxes.owner.numel() * q_side * kv_side
-        live = self._elements.at(*boxes.elements(q_side, kv_side)).flatten(1)
+        """Evaluate elements of each box."""
+        live = self._elements.at(*elements).flatten(1)
         some[boxes.owner[live.any(1)]] = True
         lacking[boxes.owner[~live.all(1)]] = True

@@ -31,12 +31,8 @@ Form = TypeVar("Form")
 _HOST = torch.device("cpu")
 
 
-class _Referable:
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MaskViews(_Referable):
+@dataclass(frozen=True, eq=False)
+class MaskViews:
     """Which blocks are visited, and how. Derived forms are made once and kept; thread-safe.
 
     Deriving one reads the runs on the host: under a device graph's capture derive it before.
