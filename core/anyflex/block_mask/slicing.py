@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from anyflex.mask_structure.runs import gathered
 __all__ = ["select"]
 
 _AXES = ("batch", "head", "q block")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def select(mask: MaskContent, index: Any) -> tuple[MaskViews, dict[str, int | Tensor]]:
@@ -90,51 +90,40 @@ def _packed_length(index: Any, rows: Tensor, q_length: int, block: int) -> int:
 
 
 def _positions(index: Any, size: int, axis: str) -> Tensor:
+    """Return the chosen positions, int64 and counted from 0."""
     if isinstance(index, slice):
         begin, end, step = index.indices(size)
         if step > 0 and begin >= size > 0:
             _raise_out_of_range(axis, index.start, size)
         return torch.tensor(range(begin, end, step), dtype=torch.int64, device="cpu")
-    if isinstance(index, list):
-        try:
-            index = torch.tensor(index, device="cpu")
-        except (TypeError, ValueError) as error:
-            raise BlockMaskError(
-                f"{axis} index must be a list of ints, got {index!r}: {error}"
-            ) from None
-    if isinstance(index, Tensor) and index.dim() > 0:
-        return _tensor_positions(index.cpu(), size, axis)
-    if isinstance(index, bool):
-        raise BlockMaskError(f"{axis} index must be an int, slice or vector, got {index!r}")
+    wrong = BlockMaskError(
+        f"{axis} index must be an int, a slice, or a vector of ints or bools, got {index!r}"
+    )
     try:
-        position = operator.index(index)
-    except TypeError as error:
-        raise BlockMaskError(
-            f"{axis} index must be an int, slice or vector, got {index!r}"
-        ) from error
-    if not -size <= position < size:
-        _raise_out_of_range(axis, position, size)
-    return torch.tensor([position % size], device="cpu")
+        positions = torch.as_tensor(index, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
+    if positions.dtype is torch.bool and positions.dim() == 1:
+        if positions.numel() != size:
+            raise BlockMaskError(
+                f"{axis} index has {positions.numel()} bools, and the size is {size}"
+            )
+        return positions.nonzero().squeeze(1)
+    if (
+        positions.dim() > 1
+        or positions.dtype.is_floating_point
+        or positions.is_complex()
+        or positions.dtype is torch.bool
+    ):
+        raise wrong
+    positions = positions.to(torch.int64).reshape(-1)
+    outside = positions[(positions < -size) | (positions >= size)]
+    if outside.numel():
+        _raise_out_of_range(axis, int(outside[0]), size)
+    return torch.where(positions < 0, positions + size, positions)
 
 
-def _tensor_positions(index: Tensor, size: int, axis: str) -> Tensor:
-    if index.dim() != 1 or index.dtype.is_floating_point or index.dtype.is_complex:
-        raise BlockMaskError(
-            f"{axis} index must be a vector of ints or bools, got shape {list(index.shape)} and "
-            f"dtype {index.dtype}"
-        )
-    if index.dtype is torch.bool:
-        if index.numel() != size:
-            raise BlockMaskError(f"{axis} index has {index.numel()} bools, and the size is {size}")
-        return index.nonzero().squeeze(1)
-    index = index.to(torch.int64)
-    wrong = ((index < -size) | (index >= size)).nonzero()
-    if wrong.numel():
-        _raise_out_of_range(axis, int(index[int(wrong[0])]), size)
-    return torch.where(index < 0, index + size, index)
-
-
-def _raise_out_of_range(axis: str, index: int, size: int) -> None:
+def _raise_out_of_range(axis: str, index: int, size: int) -> NoReturn:
     same = ""
     if size == 1 and axis != _AXES[2]:
         same = f"; the mask is the same for every {axis}: don't index it"
