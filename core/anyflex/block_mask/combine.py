@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from anyflex.tensors.dynamo_errors import fail
+from anyflex.mods.factory_arguments import check_mods
 from anyflex.tracing.mod_types import MaskMod
-from anyflex.tracing.trace import check_signature
 
 __all__ = ["and_masks", "noop_mask", "or_masks"]
 
@@ -30,7 +27,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
         >>> window = lambda b, h, q, k: q - k < 128
         >>> sliding_window = and_masks(causal, window)
     """
-    _check_members("and_masks", mask_mods)
+    check_mods("and_masks", mask_mods, "mask")
 
     def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         result = b.new_ones((), dtype=torch.bool)
@@ -47,7 +44,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     Raises ArgumentTypeError, naming the position, for an argument that is not callable, and
     BlockMaskError for one that takes other arguments.
     """
-    _check_members("or_masks", mask_mods)
+    check_mods("or_masks", mask_mods, "mask")
 
     def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         result = b.new_zeros((), dtype=torch.bool)
@@ -56,14 +53,3 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
         return result
 
     return or_mask
-
-
-def _check_members(function: str, mask_mods: tuple[Any, ...]) -> None:
-    for position, mask_mod in enumerate(mask_mods):
-        if not callable(mask_mod):
-            fail(
-                "ArgumentTypeError",
-                f"{function}: argument {position} must be a mask mod, got "
-                f"{type(mask_mod).__name__}",
-            )
-        check_signature(mask_mod, "mask", f"{function}: argument {position}")

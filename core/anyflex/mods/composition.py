@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.mods.factory_arguments import check_callable
+from anyflex.mods.factory_arguments import check_mods
 from anyflex.tracing.mod_types import ScoreMod
-from anyflex.tracing.trace import check_signature
 
 __all__ = ["compose"]
 
@@ -23,9 +22,7 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
         ArgumentTypeError: an argument that is not callable; names its position.
         ModTraceError: one that takes other arguments; names its position.
     """
-    for position, score_mod in enumerate(score_mods):
-        check_callable(f"compose: argument {position}", score_mod, "score mod")
-        check_signature(score_mod, "score", f"compose: argument {position}")
+    check_mods("compose", score_mods, "score")
 
     def composed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
         for score_mod in score_mods:

@@ -7,16 +7,18 @@ it, so that a model may make its mods in `forward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.trace import check_signature
 
 __all__ = [
     "check_callable",
+    "check_mods",
     "check_one_device",
     "check_tensor",
     "checked_bool",
@@ -121,6 +123,19 @@ def check_callable(argument: str, value: Any, kind: str) -> None:
     """Raise ArgumentTypeError if `value` can't be a mod. `kind`: ``"mask mod"``."""
     if not callable(value):
         fail("ArgumentTypeError", f"{argument} must be a {kind}, got {type(value).__name__}.")
+
+
+def check_mods(function: str, mods: Sequence[Any], kind: Literal["score", "mask"]) -> None:
+    """Check the mods that `function` combines, naming their positions.
+
+    Raises:
+        ArgumentTypeError: one that is not callable.
+        BlockMaskError, ModTraceError: a mask mod, or score mod, that takes other arguments.
+    """
+    for position, mod in enumerate(mods):
+        argument = f"{function}: argument {position}"
+        check_callable(argument, mod, f"{kind} mod")
+        check_signature(mod, kind, argument)
 
 
 def check_one_device(function: str, **tensors: Any) -> None:
