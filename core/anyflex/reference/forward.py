@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from anyflex.contract.call import Call, Outputs
+from anyflex.contract.spec import Spec
 from anyflex.reference.chunks import chunks
-from anyflex.reference.compiled_spec import Prepared
+from anyflex.reference.compiled_spec import Prepared, prepare
 from anyflex.reference.nonfinite_products import Operand
 from anyflex.reference.scores import Scores
 
-__all__ = ["forward"]
+__all__ = ["check_reads", "forward"]
 
 
 @torch.no_grad()
@@ -52,3 +53,19 @@ def forward(prepared: Prepared, call: Call, out: Outputs) -> None:
             lse[:, :, :, rows] = (shift + total.log()).squeeze(-1)
         if max_scores is not None:
             max_scores[:, :, :, rows] = maximum.squeeze(-1)
+
+
+@torch.no_grad()
+def check_reads(spec: Spec, call: Call) -> None:
+    """Compute a call's scores, which waits for the device, and drop them: a check of captured
+    reads before a backend's forward.
+
+    Raises:
+        ModIndexError: a live pair's captured read leaves its tensor.
+    """
+    scores = Scores(prepare(spec), call, check=True)
+    if call.query.numel() == 0:
+        return
+    for chunk in chunks(scores.layout, call.mask, scores.device):
+        if chunk.width:
+            scores.chunk(chunk, keep_raw=False)

@@ -75,7 +75,7 @@ def launch_forward(
             workspace = take(query.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
         if plan.checks_reads:
-            from anyflex.reference.index_bounds_check import check_reads
+            from anyflex.reference.forward import check_reads
 
             check_reads(spec, call)
         device = None if plan.guard is None else plan.guard()
