@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import threading
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from anyflex.plugin import (
     Saved,
     Spec,
 )
-from anyflex_flash4.bands import Band, find_band
+from anyflex_flash4.bands import find_band
 from anyflex_flash4.block_lists import follows_once, kinds_of, lists_of
 from anyflex_flash4.cute_mods import CuteMods
 from anyflex_flash4.mods import call_numbers, table_count
@@ -58,9 +59,9 @@ class Flash4Kernel(Kernel):
         # than its forward does (seen in 4.0.0b36): each query head gets its own KV head there.
         self._repeats = spec.gqa_ratio > 1 and mods.score_mod is not None
         self._always_lists = dict(spec.options).get("masks") == "lists"
-        self._bands: dict[tuple[int, ...], Band | None] = {}
+        self._band_of = lru_cache(_NUMBERS_KEPT)(partial(find_band, spec.mask_graph))
         self._asks_structure = table_count(spec) > len(spec.captured)
-        self._numbers: dict[object, Tensor] = {}
+        self._number_tensor = lru_cache(_NUMBERS_KEPT)(_number_tensor)
         # FlashAttention-4 looks into its compile caches without a lock.
         self._lock = threading.Lock()
 
@@ -160,13 +161,6 @@ class Flash4Kernel(Kernel):
             return None
         return arguments if follows_once(call.mask, band) else None
 
-    def _band_of(self, ints: tuple[int, ...]) -> Band | None:
-        if ints not in self._bands:
-            if len(self._bands) >= _NUMBERS_KEPT:
-                self._bands.clear()
-            self._bands[ints] = find_band(self._spec.mask_graph, ints)
-        return self._bands[ints]
-
     def _mask_arguments(self, call: Call, *, backward: bool) -> dict[str, object]:
         if call.mask is None:
             return {}
@@ -197,23 +191,19 @@ class Flash4Kernel(Kernel):
             kinds, structure = kinds_of(call.mask)
             tensors.append(kinds)
         ints, floats = call_numbers(call, structure)
-        if self._reads[0]:
-            tensors.append(self._number_tensor(ints, torch.int32, call.query.device))
-        if self._reads[1]:
-            tensors.append(self._number_tensor(floats, torch.float32, call.query.device))
+        for read, numbers, dtype in zip(
+            self._reads, (ints, floats), (torch.int32, torch.float32), strict=True
+        ):
+            if read:
+                texts = tuple(map(repr, numbers))
+                tensors.append(self._number_tensor(texts, dtype, call.query.device))
         return tensors or None
 
-    def _number_tensor(
-        self, numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        key = (tuple(map(repr, numbers)), dtype, device)
-        found = self._numbers.get(key)
-        if found is None:
-            if len(self._numbers) >= _NUMBERS_KEPT:
-                self._numbers.clear()
-            found = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(dtype).to(device)
-            self._numbers[key] = found
-        return found
+
+def _number_tensor(texts: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers, given as text, which tells -0.0 from 0.0."""
+    numbers = torch.tensor([float(text) for text in texts], dtype=torch.float64, device="cpu")
+    return numbers.to(dtype).to(device)
 
 
 def _is_empty(call: Call) -> bool:
