@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from anyflex.plugin import MaskViews
 from anyflex_flash4.bands import Band, follows
 
-__all__ = ["TILE", "Lists", "fits_tiles", "follows_once", "kinds_of", "lists_of"]
+__all__ = ["TILE", "fits_tiles", "follows_once", "kinds_of", "lists_of"]
 
 TILE = 128
 """Elements of a tile: of keys, in both directions, up to head dim 128; blocks of queries are
 multiples of it."""
-
-
-@dataclass(frozen=True)
-class Lists:
-    """Arguments of FlashAttention-4's BlockSparseTensorsTorch.
-
-    Args:
-        mask_block_cnt, mask_block_idx: of PARTIAL blocks, int32 [B', H', rows] and
-            [B', H', rows, columns].
-        full_block_cnt, full_block_idx: of FULL blocks.
-        block_size: (q, kv), in either direction.
-    """
-
-    mask_block_cnt: Tensor
-    mask_block_idx: Tensor
-    full_block_cnt: Tensor
-    full_block_idx: Tensor
-    block_size: tuple[int, int]
 
 
 def fits_tiles(block_size: tuple[int, int]) -> bool:
@@ -39,8 +19,9 @@ def fits_tiles(block_size: tuple[int, int]) -> bool:
     return block_size[1] == TILE and block_size[0] % TILE == 0
 
 
-def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
-    """Return a mask's lists: the kv blocks of each q block, for backward the other way round.
+def lists_of(views: MaskViews, *, backward: bool = False) -> dict[str, object]:
+    """Return the arguments of FlashAttention-4's BlockSparseTensorsTorch: the kv blocks of each q
+    block, for backward the other way round. ``block_size`` is (q, kv) in either direction.
 
     Blocks of other sizes become tiles: FULL where all of a tile is, else PARTIAL, and then
     `kinds_of` says which blocks in it are visited.
@@ -48,13 +29,13 @@ def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
     if not fits_tiles(views.block_size):
         views = views.in_blocks((TILE, TILE))
     lists = (views.transposed() if backward else views).index_lists()
-    return Lists(
-        lists.kv_num_blocks,
-        lists.kv_indices,
-        lists.full_kv_num_blocks,
-        lists.full_kv_indices,
-        views.block_size,
-    )
+    return {
+        "mask_block_cnt": lists.kv_num_blocks,
+        "mask_block_idx": lists.kv_indices,
+        "full_block_cnt": lists.full_kv_num_blocks,
+        "full_block_idx": lists.full_kv_indices,
+        "block_size": views.block_size,
+    }
 
 
 def kinds_of(views: MaskViews) -> tuple[Tensor, tuple[int, int, int, int]]:

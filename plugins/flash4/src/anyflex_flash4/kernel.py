@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import threading
 from functools import lru_cache, partial
@@ -167,10 +166,7 @@ class Flash4Kernel(Kernel):
         band = self._band_arguments(call)
         if band is not None:
             return band
-        lists = lists_of(call.mask, backward=backward)
-        sparse = self._block_sparse(
-            **{each.name: getattr(lists, each.name) for each in dataclasses.fields(lists)}
-        )
+        sparse = self._block_sparse(**lists_of(call.mask, backward=backward))
         return {"mask_mod": self._mods.mask_mod, "block_sparse_tensors": sparse}
 
     def _tensors(self, call: Call, masks: dict[str, object]) -> list[Tensor] | None:
