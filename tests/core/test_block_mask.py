@@ -118,10 +118,10 @@ def test_index_lists_are_made_some_rows_at_a_time(
     grid = random_grid(random.Random(3), 2, 2, 9, 7)
     offsets, runs = grid_runs(grid)
     make = functools.partial(MaskViews, offsets, runs, 9 * 16 - 5, 7 * 16 - 5, (16, 16))
-    wanted = [make().list_blocks(ragged_is_partial=ragged) for ragged in (False, True)]
+    wanted = [make().index_lists(ragged_is_partial=ragged) for ragged in (False, True)]
     monkeypatch.setattr(to_index_lists, "_BLOCKS", room)
     for ragged in (False, True):
-        lists = make().list_blocks(ragged_is_partial=ragged)
+        lists = make().index_lists(ragged_is_partial=ragged)
         for name in IndexLists.__slots__:
             assert torch.equal(getattr(lists, name), getattr(wanted[ragged], name))
 

@@ -18,7 +18,7 @@ from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.create import create_block_mask
 from anyflex.errors import BlockMaskError
-from anyflex.mask_structure.thumbnail import coarse_grid
+from anyflex.mask_structure.picture import coarse_grid
 from tests.core.given_masks import by_batch_and_head, causal
 
 EMPTY, FULL, PARTIAL = (0xF4, 0xF4, 0xF4), (0x1F, 0x4E, 0x79), (0x8F, 0xB8, 0xDE)

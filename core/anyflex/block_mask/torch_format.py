@@ -83,10 +83,7 @@ def torch_mask(mask: MaskContent) -> Any:
     """Return torch's BlockMask of `mask`, see `BlockMask.to_torch`."""
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-    views = mask.views()
-    ragged = views.q_length % views.block_size[0] or views.kv_length % views.block_size[1]
-    # Where no block is ragged the lists are those of the mask itself, which keeps them.
-    lists = views.list_blocks(ragged_is_partial=True) if ragged else views.index_lists()
+    lists = mask.views().index_lists(ragged_is_partial=True)
     return TorchBlockMask.from_kv_blocks(
         lists.kv_num_blocks,
         lists.kv_indices,

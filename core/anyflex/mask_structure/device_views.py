@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -99,27 +99,17 @@ class MaskViews:
         """
         return self.once("transposed", MaskViews, self._transpose)
 
-    def index_lists(self) -> IndexLists:
-        """Return the structure in torch's layout; memory is O(Qb * Kb)."""
-        return self.once("index_lists", IndexLists, self.list_blocks)
-
-    def list_blocks(self, *, ragged_is_partial: bool = False) -> IndexLists:
-        """Return new index lists, see `index_lists`.
+    def index_lists(self, *, ragged_is_partial: bool = False) -> IndexLists:
+        """Return the structure in torch's layout; memory is O(Qb * Kb).
 
         Args:
             ragged_is_partial: a FULL block that reaches past the lengths is listed as PARTIAL, as
                 torch's create_block_mask lists it.
         """
-        host = self.on(_HOST)
-        lists = list_blocks(
-            host.kind_rows,
-            (self.shape[0], self.shape[1], self.q_blocks, self.kv_blocks),
-            ragged_row=ragged_is_partial and self.q_length % self.block_size[0] != 0,
-            ragged_column=ragged_is_partial and self.kv_length % self.block_size[1] != 0,
-        )
-        if host is self:
-            return lists
-        return IndexLists(*(getattr(lists, name).to(self.device) for name in lists.__slots__))
+        row = ragged_is_partial and self.q_length % self.block_size[0] != 0
+        column = ragged_is_partial and self.kv_length % self.block_size[1] != 0
+        name = ("index_lists", row, column)
+        return self.once(name, IndexLists, lambda: self._list_blocks(row, column))
 
     def in_blocks(self, block_size: tuple[int, int]) -> MaskViews:
         """Return the structure in blocks of another size: FULL where all blocks that one touches
@@ -172,14 +162,18 @@ class MaskViews:
         grid = expand_rows(runs, batch * heads * rows, self.kv_blocks)
         return grid.view(batch, heads, rows, self.kv_blocks).to(self.device)
 
-    def _copied(self, device: torch.device) -> MaskViews:
-        copy = MaskViews(
-            self.offsets.to(device),
-            self.runs.to(device),
-            self.q_length,
-            self.kv_length,
-            self.block_size,
+    def _list_blocks(self, ragged_row: bool, ragged_column: bool) -> IndexLists:
+        host = self.on(_HOST)
+        shape = (self.shape[0], self.shape[1], self.q_blocks, self.kv_blocks)
+        lists = list_blocks(
+            host.kind_rows, shape, ragged_row=ragged_row, ragged_column=ragged_column
         )
+        if host is self:
+            return lists
+        return IndexLists(*(getattr(lists, name).to(self.device) for name in lists.__slots__))
+
+    def _copied(self, device: torch.device) -> MaskViews:
+        copy = replace(self, offsets=self.offsets.to(device), runs=self.runs.to(device))
         # The copy derives its forms from this object where this one is on the host already.
         return copy.with_copy(self)
 

@@ -7,7 +7,12 @@ from torch import Tensor
 
 from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.device_views import MaskViews, packed_views
-from anyflex.mask_structure.run_checks import checked_block_size, checked_lengths, refuse_meta
+from anyflex.mask_structure.run_checks import (
+    checked_block_size,
+    checked_lengths,
+    first_of,
+    refuse_meta,
+)
 from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, joined
 
 __all__ = ["runs_while_compiling", "views_of_lists"]
@@ -111,9 +116,7 @@ def _listed_runs(
         place = (torch.arange(width, device="cpu") < counts[..., None]).flatten(0, 2).nonzero()
         row, slot = place.unbind(1)
         block = indices.flatten(0, 2)[row, slot]
-        wrong = ((block < 0) | (block >= columns)).nonzero()
-        if wrong.numel():
-            i = int(wrong[0])
+        if (i := first_of((block < 0) | (block >= columns))) is not None:
             raise BlockMaskError(
                 f"{name}_indices names block {int(block[i])} in {_grid_row(counts, int(row[i]))}; "
                 f"there are {columns} columns of blocks"
@@ -126,10 +129,9 @@ def _listed_runs(
         )
     runs = joined(parts)
     key, order = torch.sort(runs.row * max(columns, 1) + runs.first)
-    twice = (key[1:] == key[:-1]).nonzero()
     counts = _four_dimensional(lists[0][1], 3)
-    if twice.numel():
-        i, j = int(order[int(twice[0])]), int(order[int(twice[0]) + 1])
+    if (twice := first_of(key[1:] == key[:-1])) is not None:
+        i, j = order[twice : twice + 2].tolist()
         both = int(runs.kind[i]) != int(runs.kind[j])
         problem = "both full and partial" if both else "listed twice (a duplicate)"
         raise BlockMaskError(
@@ -154,9 +156,7 @@ def _checked_list(name: str, counts: Tensor, indices: Tensor) -> tuple[Tensor, T
     counts = _four_dimensional(counts, 3).cpu().to(torch.int64)
     indices = _four_dimensional(indices, 4).cpu().to(torch.int64)
     width = indices.shape[-1]
-    wrong = ((counts < 0) | (counts > width)).reshape(-1).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
+    if (i := first_of(((counts < 0) | (counts > width)).reshape(-1))) is not None:
         raise BlockMaskError(
             f"{name}_num_blocks is {int(counts.reshape(-1)[i])} in {_grid_row(counts, i)}; "
             f"{name}_indices holds 0 to {width} (its width) a row"

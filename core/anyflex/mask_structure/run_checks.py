@@ -30,6 +30,7 @@ __all__ = [
     "checked_grid_size",
     "checked_length",
     "checked_lengths",
+    "first_of",
     "holds_numbers",
     "refuse_meta",
     "row_name",
@@ -249,30 +250,28 @@ def _check_offsets(offsets: Tensor, count: int) -> None:
 
 def _check_kinds_and_ends(offsets: Tensor, runs: Tensor, columns: int) -> None:
     first, end, kind = runs.to(torch.int64).unbind(1)
-    wrong = (end <= first).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
+    if (i := first_of(end <= first)) is not None:
         raise BlockMaskError(f"run {i} ends at block {int(end[i])} and begins at {int(first[i])}")
-    wrong = ((first < 0) | (end > columns)).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
+    if (i := first_of((first < 0) | (end > columns))) is not None:
         raise BlockMaskError(
             f"run {i} in {row_name(offsets, i)} covers blocks {int(first[i])}:{int(end[i])}; "
             f"there are {columns} columns of blocks"
         )
-    wrong = ((kind != FULL) & (kind != PARTIAL)).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
+    if (i := first_of((kind != FULL) & (kind != PARTIAL))) is not None:
         raise BlockMaskError(f"run {i} has kind {int(kind[i])}; FULL is {FULL}, PARTIAL {PARTIAL}")
     starts = torch.zeros(runs.shape[0] + 1, dtype=torch.bool, device="cpu")
     starts[offsets.reshape(-1).to(torch.int64)] = True
-    wrong = ((first[1:] < end[:-1]) & ~starts[1 : first.numel()]).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
+    if (i := first_of((first[1:] < end[:-1]) & ~starts[1 : first.numel()])) is not None:
         raise BlockMaskError(
             f"runs {i} and {i + 1} in {row_name(offsets, i)} overlap or are not in order: "
             f"{int(first[i])}:{int(end[i])}, then {int(first[i + 1])}:{int(end[i + 1])}"
         )
+
+
+def first_of(wrong: Tensor) -> int | None:
+    """Return the first position where a bool vector is True, None if it is nowhere."""
+    found = wrong.nonzero()
+    return int(found[0]) if found.numel() else None
 
 
 def row_name(offsets: Tensor, run: int) -> str:

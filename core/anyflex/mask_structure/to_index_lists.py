@@ -49,12 +49,8 @@ def list_blocks(
             PARTIAL.
     """
     *outer, rows, columns = shape
-    lists = IndexLists(
-        torch.empty((*outer, rows), dtype=torch.int32, device="cpu"),
-        torch.empty(shape, dtype=torch.int32, device="cpu"),
-        torch.empty((*outer, rows), dtype=torch.int32, device="cpu"),
-        torch.empty(shape, dtype=torch.int32, device="cpu"),
-    )
+    counts = torch.empty((2, *outer, rows), dtype=torch.int32, device="cpu")
+    indices = torch.empty((2, *shape), dtype=torch.int32, device="cpu")
     step = max(1, _BLOCKS // max(1, math.prod(outer) * columns))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
@@ -63,12 +59,10 @@ def list_blocks(
             grid[:, :, -1:].masked_fill_(grid[:, :, -1:] == FULL, PARTIAL)
         if ragged_column:
             grid[..., -1:].masked_fill_(grid[..., -1:] == FULL, PARTIAL)
-        for kind, counts, indices in (
-            (PARTIAL, lists.kv_num_blocks, lists.kv_indices),
-            (FULL, lists.full_kv_num_blocks, lists.full_kv_indices),
-        ):
-            _list_rows(grid == kind, counts[:, :, begin:end], indices[:, :, begin:end])
-    return lists
+        for place, kind in enumerate((PARTIAL, FULL)):
+            rows_of = (slice(None), slice(None), slice(begin, end))
+            _list_rows(grid == kind, counts[place][rows_of], indices[place][rows_of])
+    return IndexLists(counts[0], indices[0], counts[1], indices[1])
 
 
 def _list_rows(chosen: Tensor, counts: Tensor, indices: Tensor) -> None:
