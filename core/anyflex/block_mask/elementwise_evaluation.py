@@ -112,25 +112,26 @@ class TracedElements(Elements):
     def _raise_out_of_range(self, position: int, reads: Tensor, inputs: dict[str, Tensor]) -> None:
         table = self.captured[position]
         name = captured_name(self._traced, position)
-        nodes = self.graph.nodes
+        axes = ("b", "h", "q_idx", "kv_idx")
+        where, *places = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+            reads, *(inputs[axis] for axis in axes)
+        )
+        first = tuple(where.nonzero()[0])
+        element = {axis: place[first] for axis, place in zip(axes, places, strict=True)}
+        at = ", ".join(f"{axis} {int(place)}" for axis, place in element.items())
+        nodes, inputs = self.graph.nodes, {**inputs, **element}
         for node in nodes:
             if node.operation != "load" or node.attribute != position:
                 continue
-            indices = Evaluator(nodes, node.arguments)(inputs, self.captured, (), ())
+            indices = Evaluator(nodes, node.arguments)(
+                {**inputs, **element}, self.captured, (), ()
+            )
             for dimension, (index, size) in enumerate(zip(indices, table.shape, strict=True)):
-                names = ("b", "h", "q_idx", "kv_idx")
-                index, where, *places = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
-                    index, reads, *(inputs[axis] for axis in names)
-                )
-                where = where & ((index < -size) | (index >= size))
-                if where.any():
-                    first = tuple(where.nonzero()[0])
-                    element = zip(names, (int(place[first]) for place in places), strict=True)
-                    at = ", ".join(f"{axis} {place}" for axis, place in element)
+                if not -size <= int(index) < size:
                     raise ModIndexError(
                         f"{self.kind}_mod reads {name} of shape {list(table.shape)} outside of "
-                        f"it: in dimension {dimension} of size {size} the index is "
-                        f"{int(index[first])} at the live element {at}",
+                        f"it: in dimension {dimension} of size {size} the index is {int(index)} "
+                        f"at the live element {at}",
                         operation="indexing",
                         hint="Make the tensor as long as the lengths, or mask these elements.",
                     )

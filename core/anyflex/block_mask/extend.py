@@ -50,7 +50,6 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     kept = cut(unpack_rows(host.offsets[:, :, : rows + 1], host.runs), columns)
     parts = [_placed(kept, rows, new_rows, 0, 0)]
     on_host = traced if traced is None else moved(traced, _CPU)
-    domain = ((batch, heads), mask.BLOCK_SIZE, exact)
     for first_row, first_column, q_end in (
         (0, columns, min(rows * q_block, q_new)),
         (rows, 0, q_new),
@@ -59,7 +58,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
         kv_range = (first_column * kv_block, kv_new)
         if q_range[0] >= q_end or kv_range[0] >= kv_new:
             continue
-        region = build_region(on_host, opaque, mask.device, *domain, q_range, kv_range)
+        region = build_region(mask, on_host, opaque, exact, q_range, kv_range)
         height = block_count(q_end - q_range[0], q_block)
         parts.append(_placed(region, height, new_rows, first_row, first_column))
     views = packed_views(joined(parts), (batch, heads), (q_new, kv_new), mask.BLOCK_SIZE)
@@ -77,11 +76,9 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
 
 
 def build_region(
+    mask: MaskContent,
     traced: TracedMod | None,
     opaque: MaskMod | None,
-    device: torch.device,
-    grid: tuple[int, int],
-    block_size: tuple[int, int],
     exact: bool,
     q_range: tuple[int, int],
     kv_range: tuple[int, int],
@@ -91,26 +88,25 @@ def build_region(
     It is built as a mask of its own, whose indices are shifted to where the rectangle begins.
 
     Args:
+        mask: has the grids and the block size of the result.
         traced, opaque: the mask mod in one of its forms. Captured tensors are on the CPU.
-        device: where an untraced mask mod runs.
-        grid: B' and H' of the result.
-        block_size, exact: as there.
         q_range, kv_range: elements; each begins where a block does.
 
     Returns:
         Runs whose rows count through batch, head and the rectangle's rows of blocks, and whose
         columns count from the rectangle's first.
     """
+    grid = mask.shape[:2]
     shifts = {"q_idx": q_range[0], "kv_idx": kv_range[0]}
     if traced is not None:
         elements = elements_of(shifted_mod(traced, shifts), None, _CPU)
     else:
         assert opaque is not None
-        elements = elements_of(None, shifted_opaque(opaque, shifts), device)
+        elements = elements_of(None, shifted_opaque(opaque, shifts), mask.device)
     lengths = (q_range[1] - q_range[0], kv_range[1] - kv_range[0])
     batch, heads = elements.grid(*grid)
-    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), exact)
-    views = packed_views(runs, (batch, heads), lengths, block_size)
+    runs = built_runs(elements, Domain(batch, heads, lengths, mask.BLOCK_SIZE), exact)
+    views = packed_views(runs, (batch, heads), lengths, mask.BLOCK_SIZE)
     return unpack_rows(views.offsets.expand(*grid, -1), views.runs)
 
 

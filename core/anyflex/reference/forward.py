@@ -24,7 +24,7 @@ def forward(prepared: Prepared, call: Call, out: Outputs) -> None:
     """
     scores = Scores(prepared, call, check=call.query.device.type == "cpu")
     grouped = scores.layout.grouped
-    # What rows without a live key keep.
+    # Rows without a live key keep these values.
     result = grouped(out.out).zero_()
     lse, max_scores = (
         None if output is None else grouped(output).fill_(-torch.inf)
