@@ -3,6 +3,9 @@
 A number is closed over as it is, so that mod graphs keep it in a slot; a tensor of numbers is read
 at b or h. The choice is made here, once, and not inside of the mod. Dynamo follows all of
 it, so that a model may make its mods in `forward`.
+
+``argument`` is how messages name an argument, ``"causal_window: size"``. A wrong type or dtype
+raises ArgumentTypeError, a wrong value, rank or device ArgumentError.
 """
 
 from __future__ import annotations
@@ -41,15 +44,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked_int(argument: str, value: Any, least: int | None = None) -> int:
-    """Return `value`, an int that is at least `least`.
-
-    Args:
-        argument: how messages name it, ``"causal_window: size"``.
-
-    Raises:
-        ArgumentTypeError: no int (a bool is none).
-        ArgumentError: below `least`.
-    """
+    """Return `value`, an int that is at least `least`. A bool is none."""
     if isinstance(value, bool) or not isinstance(value, int):
         cure = " Use int(...) of it." if isinstance(value, Tensor) else ""
         fail("ArgumentTypeError", f"{argument} must be an int, got {type(value).__name__}.{cure}")
@@ -59,7 +54,7 @@ def checked_int(argument: str, value: Any, least: int | None = None) -> int:
 
 
 def checked_bool(argument: str, value: Any) -> bool:
-    """Return `value`, a bool. Raises ArgumentTypeError for anything else."""
+    """Return `value`, a bool."""
     if not isinstance(value, bool):
         fail("ArgumentTypeError", f"{argument} must be a bool, got {type(value).__name__}.")
     return value
@@ -68,11 +63,7 @@ def checked_bool(argument: str, value: Any) -> bool:
 def checked_each(
     argument: str, value: Any, count: int, check: Callable[[str, Any], Checked]
 ) -> tuple[Checked, ...]:
-    """Return what `check` returns for `count` values, from a tuple or from one value for all.
-
-    Raises:
-        ArgumentTypeError, ArgumentError: as `check`, or for another number of values.
-    """
+    """Return what `check` returns for `count` values, from a tuple or from one value for all."""
     if not isinstance(value, (tuple, list)):
         return (check(argument, value),) * count
     if len(value) != count:
@@ -96,10 +87,6 @@ def check_tensor(
     Args:
         shapes: ``("[S]", "[B, S]")``: names its dimensions, and so allows its rank.
         alternative: what else the argument may be, for the message: ``"an int or "``.
-
-    Raises:
-        ArgumentTypeError: no tensor, or one of another dtype or layout.
-        ArgumentError: a tensor of another rank.
     """
     wanted = " or ".join(shapes)
     if not isinstance(value, Tensor):
@@ -120,18 +107,14 @@ def check_tensor(
 
 
 def check_callable(argument: str, value: Any, kind: str) -> None:
-    """Raise ArgumentTypeError if `value` can't be a mod. `kind`: ``"mask mod"``."""
+    """Check that `value` may be a mod. `kind`: ``"mask mod"``."""
     if not callable(value):
         fail("ArgumentTypeError", f"{argument} must be a {kind}, got {type(value).__name__}.")
 
 
 def check_mods(function: str, mods: Sequence[Any], kind: Literal["score", "mask"]) -> None:
-    """Check the mods that `function` combines, naming their positions.
-
-    Raises:
-        ArgumentTypeError: one that is not callable.
-        BlockMaskError, ModTraceError: a mask mod, or score mod, that takes other arguments.
-    """
+    """Check the mods that `function` combines, naming their positions: one that takes other
+    arguments raises BlockMaskError, or ModTraceError if it is a score mod."""
     for position, mod in enumerate(mods):
         argument = f"{function}: argument {position}"
         check_callable(argument, mod, f"{kind} mod")
@@ -139,7 +122,7 @@ def check_mods(function: str, mods: Sequence[Any], kind: Literal["score", "mask"
 
 
 def check_one_device(function: str, **tensors: Any) -> None:
-    """Raise ArgumentError if those of `tensors` that are tensors are on different devices."""
+    """Check that those of `tensors` that are tensors are on one device."""
     first = ""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -164,9 +147,6 @@ def number_at(
             or one entry for each batch entry or head.
         letter: ``"B"`` or ``"H"``.
         least: the smallest allowed int. Values of tensors aren't looked at.
-
-    Raises:
-        ArgumentTypeError, ArgumentError: as `checked_int` and `check_tensor`.
     """
     if isinstance(value, Tensor):
         check_tensor(argument, value, ("[]", f"[{letter}]"), INDICES, "an int or ")
@@ -179,14 +159,8 @@ def number_at(
 
 
 def query_position(argument: str, offset: Any) -> Callable[[Tensor, Tensor], Any]:
-    """Return ``position(b, q_idx)``, the query's place among the keys: q_idx + offset.
-
-    Args:
-        offset: int; or int32 or int64 tensor, [] or [B].
-
-    Raises:
-        ArgumentTypeError, ArgumentError: as `number_at`.
-    """
+    """Return ``position(b, q_idx)``, the query's place among the keys: q_idx + offset, which is an
+    int, or an int32 or int64 tensor, [] or [B]."""
     read = number_at(argument, offset, "B")
     if isinstance(offset, int) and offset == 0:
         return lambda b, q_idx: q_idx
@@ -196,11 +170,7 @@ def query_position(argument: str, offset: Any) -> Callable[[Tensor, Tensor], Any
 def table_at(
     argument: str, value: Any, dtypes: tuple[torch.dtype, ...], letter: str = "S"
 ) -> Callable[[Tensor, Tensor], Any]:
-    """Return ``read(b, index)`` of a tensor [S], or [B, S], over positions.
-
-    Raises:
-        ArgumentTypeError, ArgumentError: as `check_tensor`.
-    """
+    """Return ``read(b, index)`` of a tensor [S], or [B, S], over positions."""
     check_tensor(argument, value, (f"[{letter}]", f"[B, {letter}]"), dtypes)
     if value.dim() == 1:
         return lambda b, index: value[index]
