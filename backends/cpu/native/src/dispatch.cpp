@@ -1,6 +1,7 @@
 // The levels and the ABI's functions. Compiled for the baseline.
 #include <atomic>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -119,50 +120,47 @@ const af_level levels[] = {
     AF_LEVEL_ENTRY(1, portable, always),
 };
 
-constexpr size_t level_count = sizeof levels / sizeof levels[0];
+typedef std::vector<const af_level*> level_list;
 
-bool is_built(const af_level& level) { return level.forward != nullptr; }
+// The levels that this processor can run, best first on most, of those that are built, or aren't.
+level_list runnable(bool built) {
+    level_list found;
+    for (const af_level& each : levels)
+        if ((each.forward != nullptr) == built && each.supported()) found.push_back(&each);
+    return found;
+}
 
 // Levels that are built and that this processor can run, best first.
-struct runnable {
-    const af_level* level[level_count];
-    size_t count = 0;
-
-    runnable() {
-        for (const af_level& each : levels)
-            if (is_built(each) && each.supported()) level[count++] = &each;
+const level_list& here() {
+    static const level_list found = [] {
+        level_list best = runnable(true);
 #if defined(AF_X86)
         // Intel's vdpbf16ps runs at a quarter of the rate of float products (Sapphire Rapids): a
         // processor without AMX, or not permitted to use it, is 1.5 times as fast with bf16
         // converted to float.
-        if (maker() != intel) return;
-        for (size_t i = 0; i + 1 < count; ++i)
-            if (std::strcmp(level[i]->name, "avx512_bf16") == 0) {
-                std::swap(level[i], level[i + 1]);
-                return;
+        for (size_t i = 0; i + 1 < best.size() && maker() == intel; ++i)
+            if (std::strcmp(best[i]->name, "avx512_bf16") == 0) {
+                std::swap(best[i], best[i + 1]);
+                break;
             }
 #endif
-    }
-};
-const runnable& here() {
-    static const runnable found;
+        return best;
+    }();
     return found;
 }
 
-std::atomic<const af_level*> chosen{nullptr};
-
-const af_level& level() {
-    const af_level* l = chosen.load(std::memory_order_acquire);
-    if (l) return *l;
-    chosen.store(here().level[0], std::memory_order_release);
-    return *here().level[0];
+std::string names_of(const level_list& list) {
+    std::string names;
+    for (const af_level* each : list) names += (names.empty() ? "" : ",") + std::string(each->name);
+    return names;
 }
 
-// Appends a name to a comma-separated list.
-void append(char* names, const char* name) {
-    if (names[0]) std::strcat(names, ",");
-    std::strcat(names, name);
+std::atomic<const af_level*>& chosen() {
+    static std::atomic<const af_level*> level{here()[0]};
+    return level;
 }
+
+const af_level& level() { return *chosen().load(std::memory_order_acquire); }
 
 bool has_rows(const af_problem& p) {
     return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
@@ -207,32 +205,21 @@ extern "C" {
 int32_t af_abi(void) { return AF_ABI; }
 
 const char* af_isa_available(void) {
-    static char names[128];
-    static const bool once = [] {
-        for (size_t i = 0; i < here().count; ++i) append(names, here().level[i]->name);
-        return true;
-    }();
-    (void)once;
-    return names;
+    static const std::string names = names_of(here());
+    return names.c_str();
 }
 
 const char* af_isa_left_out(void) {
-    static char names[128];
-    static const bool once = [] {
-        for (const af_level& each : levels)
-            if (!is_built(each) && each.supported()) append(names, each.name);
-        return true;
-    }();
-    (void)once;
-    return names;
+    static const std::string names = names_of(runnable(false));
+    return names.c_str();
 }
 
 const char* af_isa(void) { return level().name; }
 
 int32_t af_set_isa(const char* name) {
-    for (size_t i = 0; i < here().count; ++i) {
-        if (std::strcmp(here().level[i]->name, name) != 0) continue;
-        chosen.store(here().level[i], std::memory_order_release);
+    for (const af_level* each : here()) {
+        if (std::strcmp(each->name, name) != 0) continue;
+        chosen().store(each, std::memory_order_release);
         return AF_OK;
     }
     return AF_BAD_ARGUMENT;
