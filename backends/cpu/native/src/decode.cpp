@@ -203,11 +203,8 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
             for (int64_t r = 0; r < d.rows; ++r) {
                 const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
                 if (!(bits >> (c % 16) & 1) || b.spare[r * decode_ld + c] == -infinity) continue;
-                const float weight = b.score[r * decode_ld + c];
-                float* out = b.out + r * d.value_width;
-                for (int64_t e = 0; e < p.value_head_dim; e += VL)
-                    store(out + e,
-                          load(out + e) + fetch(value, c, e, p.value_head_dim - e) * weight);
+                add_row(value, c, p.value_head_dim, b.score[r * decode_ld + c],
+                        b.out + r * d.value_width);
             }
 }
 

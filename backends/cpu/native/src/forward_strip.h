@@ -194,9 +194,8 @@ void add_nonfinite(const forward_run& run, const forward_buffers& b, const forwa
                 const uint32_t word = uint32_t(half) << 16;
                 memcpy(&weight, &word, 4);
             }
-            float* out = b.out + (s.first + r) * run.plan.value_width;
-            for (int64_t d = 0; d < p.value_head_dim; d += VL)
-                store(out + d, load(out + d) + fetch(value, 0, d, p.value_head_dim - d) * weight);
+            add_row(value, 0, p.value_head_dim, weight,
+                    b.out + (s.first + r) * run.plan.value_width);
         }
     }
 }

@@ -103,27 +103,18 @@ constexpr int VD = VL / 2;
 typedef double vd __attribute__((vector_size(VL * 4)));
 typedef int64_t vl __attribute__((vector_size(VL * 4)));
 
-template <class T>
-struct vector_of;
-template <>
-struct vector_of<float> {
-    typedef vf type;
-    typedef vi mask;
-};
-template <>
-struct vector_of<int32_t> {
+template <int BYTES>
+struct mask_of_lanes {
     typedef vi type;
-    typedef vi mask;
 };
 template <>
-struct vector_of<double> {
-    typedef vd type;
-    typedef vl mask;
-};
-template <>
-struct vector_of<int64_t> {
+struct mask_of_lanes<8> {
     typedef vl type;
-    typedef vl mask;
+};
+template <class T>
+struct vector_of {
+    typedef T type __attribute__((vector_size(VL * 4)));
+    typedef typename mask_of_lanes<sizeof(T)>::type mask;
 };
 
 // The lowest bit of the returned number is that of lane 0.
@@ -162,9 +153,7 @@ AF_INLINE vi mask_of(uint32_t bits, vi) {
 #if defined(__AVX512F__)
     return reinterpret_cast<vi>(_mm512_movm_epi32(__mmask16(bits)));
 #else
-    vi bit;
-    for (int i = 0; i < VL; ++i) bit[i] = 1 << i;
-    return (splat(int32_t(bits)) & bit) != 0;
+    return lanes_of_bits(int32_t(bits));
 #endif
 }
 AF_INLINE vl mask_of(uint32_t bits, vl) {

@@ -90,6 +90,12 @@ AF_INLINE vu fetch_pairs(const matrix& m, int64_t r, int64_t c, int64_t n) {
     return v;
 }
 
+// to[d] += factor * (row r)[d] for n elements.
+AF_INLINE void add_row(const matrix& m, int64_t r, int64_t n, float factor, float* to) {
+    for (int64_t d = 0; d < n; d += VL)
+        store(to + d, load(to + d) + fetch(m, r, d, n - d) * factor);
+}
+
 #if !defined(__AVX512F__)
 // a0 b0 a1 b1, and a2 b2 a3 b3, of each 128 bits.
 AF_INLINE vu interleave_low(vu a, vu b) {

@@ -207,12 +207,14 @@ AF_INLINE vm lanes(const uint16_t* live, int64_t column) { return live[column / 
 AF_INLINE vf where(vm m, vf a, vf b) { return _mm512_mask_blend_ps(m, b, a); }
 #else
 typedef vi vm;
-// Bits of VL columns from `column` on (a multiple of VL), of a row of live words.
-AF_INLINE vm lanes(const uint16_t* live, int64_t column) {
-    const int32_t bits = live[column / 16] >> (column % 16);
+AF_INLINE vm lanes_of_bits(int32_t bits) {
     vi bit;
     for (int i = 0; i < VL; ++i) bit[i] = 1 << i;
     return (splat(bits) & bit) != 0;
+}
+// Bits of VL columns from `column` on (a multiple of VL), of a row of live words.
+AF_INLINE vm lanes(const uint16_t* live, int64_t column) {
+    return lanes_of_bits(live[column / 16] >> (column % 16));
 }
 AF_INLINE vf where(vm m, vf a, vf b) { return m ? a : b; }
 #endif
