@@ -201,12 +201,8 @@ class Arguments:
         addresses = [0 if each is None else each.data_ptr() for each in targets]
         sizes = [0 if each is None else each.numel() for each in targets]
         wide = [each is not None and each.dtype is torch.float64 for each in targets]
-        at = self._grads_at
+        at = self.end - self._grads.size
         self._grads.pack_into(block.memory, at, *addresses, *sizes, *wide)
-
-    @property
-    def _grads_at(self) -> int:
-        return self.end - self._grads.size
 
 
 def tensor_values(tensor: Tensor) -> tuple[int, ...]:
