@@ -10,10 +10,9 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.frontend.custom_ops import flex_attention_backward_op, number_tensors
-from anyflex.runtime.backward_checks import kept_name
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
-from anyflex.runtime.saved_tensor_checks import as_saved, facts_of
+from anyflex.runtime.saved_tensor_checks import as_saved, kept_name, layout_of
 from anyflex.tensors.storage_checks import captured_name
 from anyflex.tensors.torch_versions import (
     break_graph,
@@ -44,11 +43,17 @@ class FlexAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         saved = (query, key, value, out, lse, *captured, *outputs.saved)
         ctx.save_for_backward(*saved)
+        # These layouts follow from the shapes, for which calls share `kept`.
+        kept = call.kept
+        assert kept is not None
+        layouts = kept.get("anyflex.saved")
+        if layouts is None:
+            layouts = kept["anyflex.saved"] = [layout_of(tensor) for tensor in saved[:5]]
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.
         ctx.rest = (
             plan,
-            [facts_of(tensor) for tensor in saved],
+            [*layouts, *map(layout_of, saved[5:])],
             call.mask,
             len(captured),
             call.ints,
@@ -78,11 +83,14 @@ class FlexAttention(torch.autograd.Function):
         if torch.compiler.is_dynamo_compiling():  # compiled autograd
             return _traced_backward(ctx, dout, *aux)
         (
-            plan, facts, views, count, ints, floats, scale, score_function, mask_function, read,
+            plan, layouts, views, count, ints, floats, scale, score_function, mask_function, read,
             with_lse, names, kept,
         ) = ctx.rest  # fmt: skip
         query, key, value, out, lse, *others = as_saved(
-            ctx.saved_tensors, facts, lambda position: _name(position, count, names)
+            ctx.saved_tensors,
+            layouts,
+            plan.device,
+            lambda position: _name(position, count, names),
         )
         captured = tuple(others[:count])
         if read is not None:

@@ -16,10 +16,8 @@ from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.process.lru import Recent
 from anyflex.runtime.op_request import read_request
 from anyflex.runtime.saved_for_backward import NOTHING, size
-from anyflex.runtime.saved_tensor_checks import CURE, check_like
 from anyflex.tensors.storage_checks import PLAIN
 from anyflex.tensors.tensor_facts import empty_dense
 from anyflex.tensors.torch_versions import in_dual_level
@@ -93,7 +91,7 @@ def _forward(
     wanted = read_request(request)
     parts = _parts(tensors, ints)
     if parts.captured:
-        _check_captured(parts.captured, wanted)
+        _check_captured(parts.captured, wanted, query.device)
     inputs = _inputs(query, key, value, parts, wanted)
     plan = plan_for(inputs)
     saves = wanted.saved_bytes != NOTHING
@@ -113,20 +111,26 @@ def _forward(
     )
 
 
-def _check_captured(captured: list[Tensor], request: Request) -> None:
+def _check_captured(captured: list[Tensor], request: Request, device: torch.device) -> None:
     """Check the tensors that mods read against the request: it was written for those that the
     program was traced with, and a mask rebuilt from a pytree, or a converted module, has others.
 
     Raises:
         BlockMaskError, ArgumentError, ArgumentTypeError: one has another dtype or rank.
     """
+    from anyflex.runtime.saved_tensor_checks import check_like
+
     scores = request.score_slots[0]
     for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
         if facts is None or (tensor.dtype is facts[0] and tensor.dim() == facts[1]):
             continue
         if position < scores:
             name = f"captured tensor {position}"
-            check_like(name, tensor, _sizes(name, tensor, facts[1]), facts[0], tensor.device)
+            if tensor.dim() != facts[1]:
+                raise ArgumentError(
+                    f"{name} must have {facts[1]} dimensions, got shape {list(tensor.shape)}"
+                )
+            check_like(name, tensor, tensor.shape, facts[0], device)
         else:
             from anyflex.block_mask.mask_function import check_captured
 
@@ -184,14 +188,8 @@ def _backward(
 
     wanted = read_request(request)
     parts = _parts(tensors, ints)
-    _check_unpacked(
-        dout,
-        {"query": query, "key": key, "value": value, "out": out},
-        {"lse": lse, "dlse": dlse, "delta": delta},
-        {"saved": saved, "saved_by": saved_by},
-        parts,
-        wanted,
-    )
+    _check_unpacked(dout, query, key, value, out, lse)
+    _check_captured(parts.captured, wanted, query.device)
     inputs = _inputs(query, key, value, parts, wanted)
     plan = plan_for(inputs)
     if saved_by is None or saved_by.tolist() != [plan.mark]:
@@ -211,71 +209,25 @@ def _backward(
 
 
 def _check_unpacked(
-    dout: Tensor,
-    dense: dict[str, Tensor],
-    rows: dict[str, Tensor | None],
-    kept: dict[str, Tensor | None],
-    parts: _Parts,
-    request: Request,
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Check the tensors that a compiled program has saved and unpacked against the request, dout,
-    which no hook has seen, and each other: nobody knows here what the op was given in forward.
+    """Check the tensors that a compiled program has saved and unpacked against dout, which no hook
+    has seen, and each other: nobody knows here what the op was given in forward.
 
     Raises:
         ArgumentError, ArgumentTypeError: they can't be those of one call.
     """
-    batch, heads, length, value_dim = dout.shape
-    device = dout.device
-    head_dim = _sizes("query", dense["query"])[3]
-    kv_batch, kv_heads, kv_length, _ = shape = _sizes("key", dense["key"])
-    if kv_batch not in (1, batch) or not kv_heads or heads % kv_heads:
-        raise ArgumentError(
-            f"key of shape {list(shape)} fits no query of {batch} batch entries and {heads} heads."
-            f"{CURE}"
-        )
-    shapes = (
-        (batch, heads, length, head_dim),
-        (kv_batch, kv_heads, kv_length, head_dim),
-        (kv_batch, kv_heads, kv_length, value_dim),
-        dout.shape,
-    )
-    for (name, tensor), wanted in zip(dense.items(), shapes, strict=True):
-        check_like(name, tensor, wanted, dout.dtype, device, CURE)
-    for name, row in rows.items():
-        if row is not None:
-            check_like(name, row, (batch, heads, length), _accumulate(dout), device, CURE)
-    for (name, some), kind in zip(kept.items(), (torch.uint8, torch.int64), strict=True):
-        if some is not None:
-            place = device if name == "saved" else some.device
-            check_like(name, some, (some.numel(),), kind, place, CURE)
-    if parts.mask:
-        offsets, runs = parts.mask
-        mask_batch, mask_heads, _ = _sizes("offsets of the block mask", offsets, 3)
-        edges = -(-length // parts.ints[-2]) + 1
-        if mask_batch not in (1, batch) or mask_heads not in (1, heads):
-            mask_batch, mask_heads = batch, heads
-        for name, tensor, sizes in (
-            ("offsets", offsets, (mask_batch, mask_heads, edges)),
-            ("runs", runs, (_sizes("runs of the block mask", runs, 2)[0], 3)),
-        ):
-            name = f"{name} of the block mask"
-            check_like(name, tensor, sizes, torch.int32, offsets.device, CURE)
-    loads = _loads(request)
-    for position, (tensor, facts) in enumerate(zip(parts.captured, loads, strict=False)):
-        name = f"captured tensor {position}"
-        if facts is not None:
-            kind, rank = facts
-            check_like(name, tensor, _sizes(name, tensor, rank), kind, device, CURE)
-    for number in parts.floats:
-        check_like("a number of the call", number, (), torch.float64, number.device, CURE)
+    from anyflex.runtime.saved_tensor_checks import CURE, check_like
 
-
-def _sizes(name: str, tensor: Tensor, rank: int = 4) -> torch.Size:
-    if tensor.dim() != rank:
-        raise ArgumentError(
-            f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}.{CURE}"
-        )
-    return tensor.shape
+    rows, keys, head_dim = dout.shape[:3], key.shape[:3], query.shape[-1]
+    for name, tensor, shape in (
+        ("query", query, (*rows, head_dim)),
+        ("key", key, (*keys, head_dim)),
+        ("value", value, (*keys, dout.shape[3])),
+        ("out", out, dout.shape),
+    ):
+        check_like(name, tensor, shape, dout.dtype, dout.device, CURE)
+    check_like("lse", lse, rows, _accumulate(dout), dout.device, CURE)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -360,7 +312,7 @@ def _inputs(
 # Derived views of masks that arrive as bare tensors and aren't a live mask's, found again by
 # content. Identity would not do: a compiled program writes its own buffers again without a trace.
 _VIEWS = 64
-_recent_views: Recent[object, tuple[Any, ...]] = Recent(_VIEWS)
+_recent_views: dict[object, tuple[Any, ...]] = {}
 
 
 def _views(
@@ -402,7 +354,9 @@ def _copied_views(
     # Copies, since the tensors may be written again.
     made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
     views = made.on(device)
-    _recent_views.put(facts, ((made.offsets, made.runs, views), *known[:_ALTERNATIVES]))
+    if len(_recent_views) >= _VIEWS:
+        _recent_views.clear()
+    _recent_views[facts] = ((made.offsets, made.runs, views), *known[:_ALTERNATIVES])
     return views
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.errors import AnyflexError
 from anyflex.registry.cached_state import STATE
-from anyflex.runtime.backward_checks import check_backward
 from anyflex.runtime.compiled_kernel import kernel_failed, launched
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
+from anyflex.runtime.saved_tensor_checks import check_backward
 from anyflex.runtime.workspace import allocate, give_back, take
 from anyflex.tensors.storage_checks import check_readable
 from anyflex.tensors.tensor_facts import empty_dense

@@ -1,4 +1,4 @@
-"""Checks of the saved tensors that backward is given.
+"""Checks of the tensors that backward is given, before a kernel reads them by address.
 
 A hook on saved tensors (`torch.autograd.graph.saved_tensors_hooks`), or an assignment to `.data`,
 may put another tensor in a saved one's place, and kernels read by address as what was saved.
@@ -7,39 +7,55 @@ may put another tensor in a saved one's place, and kernels read by address as wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.tensors.storage_checks import PLAIN, check_readable
+from anyflex.tensors.storage_checks import PLAIN, check_captured, check_readable
 
-__all__ = ["CURE", "Facts", "as_saved", "check_like", "facts_of"]
+if TYPE_CHECKING:
+    from anyflex.contract.call import Call, GradInputs, Saved
+
+__all__ = [
+    "CURE",
+    "Layout",
+    "as_saved",
+    "check_backward",
+    "check_like",
+    "kept_name",
+    "layout_of",
+]
 
 CURE = (
     " Forward saved it: a hook on saved tensors must give back what it was given, and .data must "
     "not be assigned between forward and backward."
 )
 
-Facts = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], int]
-"""Properties of a tensor that a kernel relies on: shape, dtype, device, strides, and the address
-modulo 16."""
+Layout = tuple[torch.Size, torch.dtype, tuple[int, ...] | None, bool]
+"""Properties of a tensor that a kernel relies on: shape, dtype, strides (None where it is
+contiguous), and whether its address is a multiple of 16."""
 
 
-def facts_of(tensor: Tensor) -> Facts:
-    """Return a tensor's facts."""
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15
+def layout_of(tensor: Tensor) -> Layout:
+    """Return a tensor's layout."""
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return tensor.shape, tensor.dtype, strides, not tensor.data_ptr() & 15
 
 
 def as_saved(
-    tensors: Sequence[Tensor], facts: Sequence[Facts], name: Callable[[int], str]
+    tensors: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    device: torch.device,
+    name: Callable[[int], str],
 ) -> list[Tensor]:
     """Return the tensors that autograd has unpacked, laid out as they were saved: a hook may have
     moved them. Whether they lie inside of their memory `check_backward` looks.
 
     Args:
-        facts: of what was saved.
+        layouts: of what was saved.
+        device: of all of them.
         name: says what the tensor at a position is, for messages.
 
     Raises:
@@ -47,17 +63,24 @@ def as_saved(
         ArgumentTypeError: one has another dtype.
     """
     found = list(tensors)
-    for position, (tensor, wanted) in enumerate(zip(tensors, facts, strict=True)):
+    for position, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
+        shape, dtype, strides, aligned = layout
         try:
-            # FakeTensor warns when it is asked for its address.
-            if type(tensor) in PLAIN and facts_of(tensor) == wanted and not tensor.is_neg():
+            if (
+                type(tensor) in PLAIN  # FakeTensor warns when it is asked for its address
+                and tensor.shape == shape
+                and tensor.dtype is dtype
+                and tensor.device == device
+                and (tensor.is_contiguous() if strides is None else tensor.stride() == strides)
+                and not (aligned and tensor.data_ptr() & 15)
+                and not tensor.is_neg()
+            ):
                 continue
         except RuntimeError:  # torch's answer where there are no strides, or no storage
             pass
-        shape, dtype, device, stride, _ = wanted
         check_like(name(position), tensor, shape, dtype, device, CURE)
         check_readable(name(position), tensor)
-        found[position] = _laid_out(tensor, stride)
+        found[position] = _laid_out(tensor, strides)
     return found
 
 
@@ -93,8 +116,10 @@ def _refuse(
     raise kind(f"{name} must {wanted}, got {got}.{cure}")
 
 
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Copy a tensor into new memory with these strides."""
+def _laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Copy a tensor into new memory with these strides, or contiguously."""
+    if stride is None:
+        return tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
     once = tensor
     if tensor.numel():
         for dim, step in enumerate(stride):
@@ -102,3 +127,45 @@ def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
                 once = once.narrow(dim, 0, 1)
     made = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(once).expand(tensor.shape)
+
+
+def kept_name(position: int) -> str:
+    """Return the name, in messages, of a tensor that the kernel left in forward."""
+    return f"tensor {position} of those that the kernel keeps for backward"
+
+
+def check_backward(
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> None:
+    """Check the tensors that backward reads: a storage may have been resized since forward.
+
+    Args:
+        names: as for `check_captured`.
+
+    Raises:
+        ArgumentError: a tensor can't be read.
+    """
+    read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
+    for position, tensor in enumerate(read):
+        check_readable(_READ_BY_BACKWARD[position], tensor)
+    if grad.dlse is not None:
+        check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
+    if grad.delta is not None:
+        check_readable("delta", grad.delta)
+    if call.captured:
+        check_captured(call.captured, names)
+    for position, tensor in enumerate(saved.extras):
+        check_readable(kept_name(position), tensor)
+
+
+_READ_BY_BACKWARD = (
+    "dout, the gradient that arrives at out,",
+    "query",
+    "key",
+    "value",
+    "out",
+    "lse",
+)
