@@ -123,18 +123,6 @@ def test_a_kernel_whose_file_is_gone_is_missed_aloud_and_the_rest_is_saved(
     assert artifacts().get("code") == b"1" and artifacts().get("gone") is None
 
 
-def test_what_is_kept_in_memory_alone_is_saved_too(tmp_path: pathlib.Path) -> None:
-    disk_cache.cache_folder().parent.mkdir(parents=True, exist_ok=True)
-    disk_cache.cache_folder().write_text("no folder")
-    with pytest.warns(RuntimeWarning, match="can't be used"):
-        artifacts().put("code", b"1")
-    bundle, _ = saved()
-    disk_cache.cache_folder().unlink()
-    disk_cache.forget()
-    torch.compiler.load_cache_artifacts(bundle)
-    assert artifacts().get("code") == b"1"
-
-
 def test_a_backend_registered_in_the_process_is_in_no_bundle() -> None:
     stub = make_stub()
     plain = stub.compile

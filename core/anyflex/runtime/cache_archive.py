@@ -70,7 +70,8 @@ def save_artifacts(path: str | os.PathLike[str] | None = None) -> bytes | pathli
     Raises:
         ArgumentError: the file can't be written, or the cache folder can't be used.
     """
-    cache = _usable_store()
+    cache = store()
+    _check_usable(cache)
     if path is None:
         stream = io.BytesIO()
         _pack(cache, stream)
@@ -104,8 +105,7 @@ def load_artifacts(source: str | os.PathLike[str] | bytes) -> Loaded:
     return load(store(), source)
 
 
-def _usable_store() -> Store:
-    cache = store()
+def _check_usable(cache: Store) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error reports it
         usable = cache.usable(create=True)
@@ -114,7 +114,6 @@ def _usable_store() -> Store:
             f"the cache {cache.folder} can't be used ({cache.problem}); set ANYFLEX_CACHE_DIR to "
             "a writable folder of your own"
         )
-    return cache
 
 
 def save(store: Store, path: pathlib.Path) -> int:
@@ -184,11 +183,7 @@ def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
                     f"the archive {path} is no anyflex cache archive of layout {FOLDER!r}; make "
                     "it with `anyflex cache save` of this version"
                 )
-            if not store.usable(create=True):
-                raise ArgumentError(
-                    f"the cache {store.folder} can't be used ({store.problem}); set "
-                    "ANYFLEX_CACHE_DIR to a writable folder of your own"
-                )
+            _check_usable(store)
             members = archive.infolist()
             origins = {}
             for member in members:

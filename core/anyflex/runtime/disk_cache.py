@@ -21,18 +21,15 @@ import pathlib
 import re
 import sys
 import tempfile
-import threading
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.process.user_frames import user_stacklevel
 from anyflex.process.version import VERSION
 from anyflex.registry import cached_state, environment
-from anyflex.runtime import used_artifacts
+from anyflex.runtime.used_artifacts import LISTENERS
 
 __all__ = [
     "FOLDER",
@@ -57,7 +54,6 @@ _HEADER = len(_MAGIC) + 64 + 1
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CLEARED = ".cleared-"
 _ATTEMPTS = 10
-_MEMORY_BYTES = 64 * 2**20
 ORIGIN = "origin.json"
 """Name of the artifact that says what the others beside it were made from; backends may not use
 it. See `anyflex.runtime.artifact_origin`."""
@@ -100,7 +96,8 @@ def damage(file: bytes) -> str:
 
 
 def _record(build: str, key: str, name: str, file: bytes) -> None:
-    used_artifacts.note(f"{build}/{key}/{name}", file[len(_MAGIC) : _HEADER - 1])
+    for listen in LISTENERS:
+        listen(f"{build}/{key}/{name}", file[len(_MAGIC) : _HEADER - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,29 +120,21 @@ class Item:
 
 
 class Store:
-    """The artifacts of one user, on disk, or in memory where the folder can't be used."""
+    """The artifacts of one user.
+
+    Attributes:
+        folder: holds them.
+        problem: why it can't be used, so that nothing is kept, or None.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder / FOLDER
-        self._lock = threading.Lock()
-        free_in_child(self)
-        self._problem: str | None = None
+        self.problem: str | None = None
         self._checked = False
-        self._memory: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
-        self._memory_size = 0
 
-    @property
-    def problem(self) -> str | None:
-        """Why artifacts are kept in memory only, or None."""
-        return self._problem
-
-    def get(self, build: str, key: str, name: str, *, on_disk: bool = True) -> bytes | None:
+    def get(self, build: str, key: str, name: str) -> bytes | None:
         """Return an artifact, or None if there is none or it is damaged."""
-        with self._lock:
-            if (build, key, name) in self._memory:
-                self._memory.move_to_end((build, key, name))
-                return self._memory[build, key, name]
-        if not on_disk or not self.usable(create=False):
+        if not self.usable(create=False):
             return None
         path = self.folder / build / key / name
         try:
@@ -168,46 +157,28 @@ class Store:
 
     def sealed(self, build: str, key: str, name: str) -> bytes | None:
         """Return an artifact as its file has it, or None if there is none."""
-        with self._lock:
-            data = self._memory.get((build, key, name))
-        if data is not None:
-            return seal(name, data)
         try:
             return (self.folder / build / key / name).read_bytes()
         except OSError:
             return None
 
-    def put(
-        self,
-        build: str,
-        key: str,
-        name: str,
-        data: bytes,
-        *,
-        on_disk: bool = True,
-        used: bool = True,
-    ) -> None:
+    def put(self, build: str, key: str, name: str, data: bytes, *, used: bool = True) -> None:
         """Keep an artifact. Never raises because of the disk.
 
         Args:
-            on_disk: False keeps it in memory.
             used: this process has compiled it; False: it was loaded from somewhere, and torch's
                 next bundle holds it once it is used.
         """
         file = seal(name, data)
-        if on_disk and used:
-            _record(build, key, name, file)
-        if on_disk and self.usable(create=True):
-            try:
-                self._write(self.folder / build / key, name, file)
-                return
-            except OSError as error:
-                self._give_up(f"{type(error).__name__}: {error}")
-        with self._lock:
-            self._memory_size += len(data) - len(self._memory.pop((build, key, name), b""))
-            self._memory[build, key, name] = data
-            while self._memory_size > _MEMORY_BYTES and len(self._memory) > 1:
-                self._memory_size -= len(self._memory.popitem(last=False)[1])
+        if not self.usable(create=True):
+            return
+        try:
+            self._write(self.folder / build / key, name, file)
+        except OSError as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+        else:
+            if used:
+                _record(build, key, name, file)
 
     def _write(self, folder: pathlib.Path, name: str, file: bytes) -> None:
         for attempt in range(_ATTEMPTS):
@@ -222,7 +193,7 @@ class Store:
 
     def usable(self, *, create: bool) -> bool:
         """Whether the folder can be used; checks owner and mode once, and warns once if not."""
-        if self._problem is not None:
+        if self.problem is not None:
             return False
         if self._checked:
             return True
@@ -246,16 +217,13 @@ class Store:
         return True
 
     def _give_up(self, problem: str) -> None:
-        with self._lock:
-            first = self._problem is None
-            self._problem = problem
-        if first:
-            warnings.warn(
-                f"the kernel cache {self.folder} can't be used ({problem}); compiled kernels are "
-                "kept in memory only. Set ANYFLEX_CACHE_DIR to a writable folder of your own",
-                RuntimeWarning,
-                stacklevel=user_stacklevel(),
-            )
+        self.problem = problem
+        warnings.warn(
+            f"the kernel cache {self.folder} can't be used ({problem}); compiled kernels are kept "
+            "in memory only. Set ANYFLEX_CACHE_DIR to a writable folder of your own",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
 
     def items(self) -> list[Item]:
         """Return every artifact on disk, sorted."""
@@ -275,9 +243,6 @@ class Store:
         Raises:
             ArgumentError: the folder can't be written.
         """
-        with self._lock:
-            self._memory.clear()
-            self._memory_size = 0
         count = len(self.items())
         # Moved away first: a writer sees the cache whole or gone, and creates it again.
         try:
@@ -344,7 +309,7 @@ class _SpecArtifacts:
 
     def get(self, name: str) -> bytes | None:
         self._check(name)
-        found = store().get(self._build, self._key, name, on_disk=self._on_disk)
+        found = store().get(self._build, self._key, name) if self._on_disk else None
         if found is not None:
             self._keep_origin()
         return found
@@ -353,17 +318,16 @@ class _SpecArtifacts:
         self._check(name)
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise self._error(f"data must be bytes, got {type(data).__name__}")
-        self._keep_origin()
-        store().put(self._build, self._key, name, bytes(data), on_disk=self._on_disk)
+        if self._on_disk:
+            self._keep_origin()
+            store().put(self._build, self._key, name, bytes(data))
 
     def _keep_origin(self) -> None:
         # Written beside other artifacts alone: a backend that keeps none has nothing to list or to
         # load.
         origin, self._origin = self._origin, None
-        if origin is not None and self._on_disk:
-            name = ORIGIN
-            if store().get(self._build, self._key, name) is None:
-                store().put(self._build, self._key, name, origin)
+        if origin is not None and store().get(self._build, self._key, ORIGIN) is None:
+            store().put(self._build, self._key, ORIGIN, origin)
 
     def _check(self, name: str) -> None:
         if name == ORIGIN:
@@ -400,7 +364,7 @@ def artifacts_for(
         spec_digest: ``Spec.digest()``.
         origin: of `anyflex.runtime.artifact_origin.write_origin`, kept beside the backend's
             artifacts; None for none.
-        on_disk: False keeps them in memory: for backends registered in the process, whose code may
+        on_disk: False keeps nothing: for backends registered in the process, whose code may
             change without their version.
     """
     from anyflex.mod_graph.torch_derivatives import IN_FORCE
@@ -413,17 +377,13 @@ def artifacts_for(
 
 
 _store: Store | None = None
-_store_lock = threading.Lock()
-free_in_child(sys.modules[__name__], "_store_lock")
 
 
 def store() -> Store:
     """Return the store of this process; its folder is decided at the first call."""
     global _store
     if _store is None:
-        with _store_lock:
-            if _store is None:
-                _store = Store(cache_folder())
+        _store = Store(cache_folder())
     return _store
 
 

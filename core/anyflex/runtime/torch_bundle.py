@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyflex.runtime import used_artifacts
+from anyflex.runtime.used_artifacts import LISTENERS
 from anyflex.tensors.torch_versions import (
     CacheArtifact,
     CacheArtifactFactory,
@@ -138,4 +138,4 @@ except Exception as error:  # noqa: BLE001
     _problem = f"registering raised {type(error).__name__}: {error}"
     _log.info("torch's cache bundles lack anyflex's artifacts: %s", _problem)
 else:
-    used_artifacts.tell(record)
+    LISTENERS.append(record)

@@ -1,23 +1,10 @@
-"""Record of the artifacts that this process has used, for registered listeners."""
+"""Listeners for the artifacts that this process reads or writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["note", "tell"]
+__all__ = ["LISTENERS"]
 
-_told: list[Callable[[str, bytes], None]] = []
-
-
-def tell(listener: Callable[[str, bytes], None]) -> None:
-    """Call `listener` for each artifact that is read or written.
-
-    It takes the artifact's member name, ``"build/key/name"``, and the digest of its content.
-    """
-    _told.append(listener)
-
-
-def note(member: str, digest: bytes) -> None:
-    """Report an artifact to the listeners."""
-    for listener in _told:
-        listener(member, digest)
+LISTENERS: list[Callable[[str, bytes], None]] = []
+"""Each takes an artifact's member name, ``"build/key/name"``, and the digest of its content."""
