@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from anyflex.frontend.attention_sinks import with_sinks
     from anyflex.frontend.explain import explain
     from anyflex.frontend.gradients import flex_attention_backward
-    from anyflex.registry.use_backend import use_backend
+    from anyflex.registry.forced_backends import use_backend
     from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
 
 __version__ = VERSION
@@ -86,7 +86,7 @@ _LATER = {
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
     "save_artifacts": "anyflex.runtime.cache_archive",
-    "use_backend": "anyflex.registry.use_backend",
+    "use_backend": "anyflex.registry.forced_backends",
     "with_sinks": "anyflex.frontend.attention_sinks",
 }
 """Public names whose modules are imported at first use: they cost `import anyflex` nothing."""

@@ -196,8 +196,8 @@ def test_no_more_than_so_many_shapes_are_remembered(
     monkeypatch.setattr(plan, "SHAPES", 3)
     for length in (70, 71, 72, 73, 70):
         anyflex.flex_attention(*inputs(1, length, kv_length=8))
-    assert len(plan._by_shapes) == 3
-    # The first was evicted, and is planned again.
+    assert len(plan._by_shapes) <= 3
+    # All were forgotten, and the first is planned again.
     assert seen[0].kept is not seen[-1].kept
     assert all(call.kept is not None for call in seen)
 

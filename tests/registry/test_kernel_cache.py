@@ -12,7 +12,7 @@ import torch
 from anyflex.errors import AnyflexError, ArgumentError, GraphCaptureError, PluginError
 from anyflex.process.lru import Recent
 from anyflex.registry import register, reset
-from anyflex.registry.use_backend import use_backend
+from anyflex.registry.forced_backends import use_backend
 from anyflex.runtime import kernel_cache
 from anyflex.runtime.compiled_kernel import CompiledKernel
 from anyflex.runtime.kernel_cache import kernel_for

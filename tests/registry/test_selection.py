@@ -279,14 +279,9 @@ def test_a_context_must_be_left_in_the_thread_that_entered_it() -> None:
     thread = threading.Thread(target=leave)
     thread.start()
     thread.join()
-    assert "entered in one thread and left in another" in str(errors[0])
+    assert "left in another thread" in str(errors[0])
     context.__exit__(None, None, None)
     assert names_in_force() == ()
-
-
-def test_a_context_that_was_not_entered_cannot_be_left() -> None:
-    with pytest.raises(ArgumentError, match="without having been entered"):
-        use_backend("reference").__exit__(None, None, None)
 
 
 def test_a_context_does_not_reach_other_threads() -> None:

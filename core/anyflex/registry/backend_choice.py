@@ -12,10 +12,9 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, PluginError
 from anyflex.registry import environment, install_hints, options
 from anyflex.registry.backend_table import REFERENCE, Table, current
-from anyflex.registry.forced_backends import source_of
+from anyflex.registry.forced_backends import check_names, source_of
 from anyflex.registry.freeze_options import KernelOptions
 from anyflex.registry.registered_backend import Entry, State
-from anyflex.registry.use_backend import check_names
 
 __all__ = ["Answer", "Choice", "Selection", "TraceLine", "explain_selection"]
 

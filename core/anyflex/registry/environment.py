@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from anyflex.errors import ArgumentError
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry import cached_state
 
 __all__ = [
@@ -184,8 +181,6 @@ VARIABLES: tuple[Variable, ...] = (
     ),
 )
 
-_lock = threading.Lock()
-free_in_child(sys.modules[__name__])
 # name -> (the text that was read or None, its value)
 _read: dict[str, tuple[str | None, Any]] = {}
 _by_name = {variable.name: variable for variable in VARIABLES}
@@ -194,10 +189,7 @@ _by_name = {variable.name: variable for variable in VARIABLES}
 def _value(name: str) -> Any:
     entry = _read.get(name)
     if entry is None:
-        with _lock:
-            entry = _read.get(name)
-            if entry is None:
-                entry = _read[name] = _read_variable(_by_name[name])
+        entry = _read.setdefault(name, _read_variable(_by_name[name]))
     return entry[1]
 
 
@@ -256,8 +248,7 @@ def check_indices() -> bool:
 
 def reset() -> None:
     """Forget what was read: for tests, which change variables in one process."""
-    with _lock:
-        _read.clear()
+    _read.clear()
 
 
 def in_force() -> list[VariableInForce]:

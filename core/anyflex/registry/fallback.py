@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import warnings
 
 from anyflex.errors import BackendRefused, PerformanceWarning
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.process.user_frames import user_stacklevel
 from anyflex.registry import cached_state, environment
 from anyflex.registry.backend_choice import Answer, Choice, TraceLine
@@ -24,8 +21,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("anyflex")
-_lock = threading.Lock()
-free_in_child(sys.modules[__name__])
 _warned: set[str] = set()
 
 
@@ -121,17 +116,14 @@ def warn_about_determinism(answer: Answer) -> None:
 
 def warn_once(message: str, category: type[Warning] = PerformanceWarning) -> None:
     """Issue a warning that this process has not issued yet."""
-    with _lock:
-        if message in _warned:
-            return
+    if message not in _warned:
         _warned.add(message)
-    warnings.warn(message, category, stacklevel=user_stacklevel())
+        warnings.warn(message, category, stacklevel=user_stacklevel())
 
 
 def forget_warnings() -> None:
     """Forget which warnings were issued: for tests."""
-    with _lock:
-        _warned.clear()
+    _warned.clear()
 
 
 cached_state.on_replaced(forget_warnings)

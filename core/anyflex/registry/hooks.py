@@ -4,13 +4,10 @@ pluggy's own stops at the first that raises."""
 from __future__ import annotations
 
 import importlib
-import inspect
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyflex.errors import PluginError
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry.plugin_errors import plugin_code, report
 
 if TYPE_CHECKING:
@@ -45,8 +42,6 @@ class Hooks:
         self.dropped: list[PluginError] = []
         self._manager: pluggy.PluginManager | None = None
         self._distributions: dict[str, str] = {}
-        self._lock = threading.RLock()
-        free_in_child(self)
 
     def names(self) -> list[str]:
         """Return the names of the plugins in use."""
@@ -55,27 +50,26 @@ class Hooks:
     def add(self, plugin: object, name: str, distribution: str) -> None:
         """Register a plugin. Raises `PluginError` if it doesn't fit the hooks' specification, or
         if one of that name is there."""
-        with self._lock:
-            if name in self._distributions:
-                raise PluginError(
-                    f"hook plugin {name!r} of {distribution} is already registered, by "
-                    f"{self._distributions[name]}",
-                    plugin=name,
-                    distribution=distribution,
-                )
-            manager = self._manager or _new_manager()
-            with plugin_code(name, distribution, "reading its hooks"):
-                problem = _register(manager, plugin, name)
-            if problem:
-                raise PluginError(
-                    f"hook plugin {name!r} of {distribution} is broken: {problem}. Upgrade "
-                    f"{distribution.split(' ')[0]}, or set ANYFLEX_DISABLE={name}",
-                    plugin=name,
-                    distribution=distribution,
-                )
-            self._manager = manager
-            self._distributions[name] = distribution
-            self._update()
+        if name in self._distributions:
+            raise PluginError(
+                f"hook plugin {name!r} of {distribution} is already registered, by "
+                f"{self._distributions[name]}",
+                plugin=name,
+                distribution=distribution,
+            )
+        manager = self._manager or _new_manager()
+        with plugin_code(name, distribution, "reading its hooks"):
+            problem = _register(manager, plugin, name)
+        if problem:
+            raise PluginError(
+                f"hook plugin {name!r} of {distribution} is broken: {problem}. Upgrade "
+                f"{distribution.split(' ')[0]}, or set ANYFLEX_DISABLE={name}",
+                plugin=name,
+                distribution=distribution,
+            )
+        self._manager = manager
+        self._distributions[name] = distribution
+        self._update()
 
     def order(self, spec: Spec, candidates: tuple[str, ...]) -> tuple[str, ...]:
         """Let plugins reorder `candidates`. An answer that isn't a reordering is ignored."""
@@ -123,11 +117,11 @@ class Hooks:
         return answers
 
     def _drop(self, name: str, error: PluginError) -> None:
-        with self._lock:
-            if self._manager is not None and self._manager.has_plugin(name):
-                self._manager.unregister(name=name)
-            if self._distributions.pop(name, None) is not None:
-                self.dropped.append(error)
+        # Another thread may drop it at the same time.
+        if self._distributions.pop(name, None) is not None:
+            assert self._manager is not None
+            self._manager.unregister(name=name)
+            self.dropped.append(error)
             self._update()
         report(error, "its hooks are not called any more")
 
@@ -149,51 +143,30 @@ def _new_manager() -> pluggy.PluginManager:
 
 
 def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> str | None:
-    """Register with pluggy, or return the mismatch; then nothing is registered."""
+    """Register with pluggy, or return what doesn't fit; then nothing is registered."""
     from pluggy import PluginValidationError
 
-    from anyflex.registry import hook_specs
-
-    functions = {
-        attribute: function
-        for attribute in dir(plugin)
-        if callable(function := getattr(plugin, attribute, None))
-        and hasattr(function, "anyflex_impl")
-    }
-    for attribute, function in functions.items():
-        options = function.anyflex_impl
-        specification = getattr(hook_specs, options.get("specname") or attribute, None)
-        if specification is None or not hasattr(specification, "anyflex_spec"):
-            import difflib
-
-            known = [n for n in dir(hook_specs) if n.startswith("anyflex_")]
-            near = difflib.get_close_matches(attribute, known, n=1)
-            return f"there is no hook {attribute!r}; " + (
-                f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-            )
-        if options.get("wrapper") or options.get("hookwrapper"):
-            return f"{attribute} is a wrapper; anyflex's hooks take plain implementations only"
-        try:
-            wanted = set(inspect.signature(specification).parameters)
-            if set(inspect.signature(function).parameters) <= wanted:
-                continue
-        except (TypeError, ValueError) as error:
-            return f"the signature of {attribute} can't be read ({error})"
-        return (
-            f"its {attribute}{_signature(function)} doesn't fit the hook "
-            f"{attribute}{_signature(specification)}"
-        )
-    if not functions:
-        return "it has no function marked with anyflex.plugin.hookimpl"
     try:
         manager.register(plugin, name)
+        manager.check_pending()
     except (PluginValidationError, ValueError) as error:
-        return str(error).replace("\n", " ")
-    return None
-
-
-def _signature(function: Any) -> str:
-    return "(" + ", ".join(inspect.signature(function).parameters) + ")"
+        problem = " ".join(str(error).split())
+    else:
+        implementations = [
+            implementation
+            for caller in manager.get_hookcallers(plugin) or ()
+            for implementation in caller.get_hookimpls()
+            if implementation.plugin is plugin
+        ]
+        if not implementations:
+            problem = "it has no function marked with anyflex.plugin.hookimpl"
+        elif any(each.wrapper or each.hookwrapper for each in implementations):
+            problem = "it has a wrapper; anyflex's hooks take plain implementations only"
+        else:
+            return None
+    if manager.has_plugin(name):
+        manager.unregister(name=name)
+    return problem
 
 
 def _order_of(answer: Any, candidates: tuple[str, ...]) -> bool:

@@ -10,22 +10,17 @@ report it once and go on.
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from anyflex.errors import AnyflexError, PluginError
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry import cached_state, environment
 
 __all__ = ["again", "first_line", "forget_reports", "plugin_code", "report"]
 
 _log = logging.getLogger("anyflex")
-_lock = threading.Lock()
-free_in_child(sys.modules[__name__])
 _reported: set[tuple[str, str, str]] = set()
 
 
@@ -89,18 +84,16 @@ def report(error: PluginError, consequence: str = "") -> None:
     # Keyed by cause: a backend that can't compile fails for many specs in the same way.
     cause = error.__cause__
     key = (error.plugin, error.distribution, str(error) if cause is None else first_line(cause))
-    with _lock:
-        if key in _reported:
-            return
-        _reported.add(key)
+    if key in _reported:
+        return
+    _reported.add(key)
     _log.warning("%s%s", error, f" ({consequence})" if consequence else "")
     _log.debug("traceback of %s", error.plugin, exc_info=error)
 
 
 def forget_reports() -> None:
     """Report everything again: for tests."""
-    with _lock:
-        _reported.clear()
+    _reported.clear()
 
 
 cached_state.on_replaced(forget_reports)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,6 @@ from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.errors import BackendRefused
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry.cached_state import STATE
 from anyflex.registry.environment import check_indices
 from anyflex.registry.forced_backends import FORCED, names_in_force
@@ -33,8 +30,8 @@ __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
 PLANS = 4096
 SHAPES = 4096
-"""Maximum number of call shapes that keep a plan. Evicts FIFO: planning again costs less than
-recording every hit."""
+"""Maximum number of call shapes that keep a plan; then all are forgotten. Planning again costs
+less than recording every hit."""
 
 
 @dataclass(slots=True)
@@ -161,8 +158,6 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 _by_shapes: dict[tuple[Any, ...], tuple[Plan, dict[object, Any]]] = {}
 """Plan and `Call.kept` by facts, shapes, strides and the mask's shape. `_plans` has classes of
 shapes instead."""
-_lock = threading.Lock()
-free_in_child(sys.modules[__name__])
 
 
 def plan_for(inputs: Inputs) -> Plan:
@@ -216,10 +211,9 @@ def plan_for(inputs: Inputs) -> Plan:
         _refuse_tracing()  # no trace's shapes were seen before: each has tensors of its own
         of_class = (facts, _class_of(*shapes))
         plan = _plan_of_class(of_class, inputs, bound, names)
-        with _lock:
-            if len(_by_shapes) >= SHAPES:
-                del _by_shapes[next(iter(_by_shapes))]
-            found = _by_shapes.setdefault(exactly, (plan, {}))
+        if len(_by_shapes) >= SHAPES:
+            _by_shapes.clear()
+        found = _by_shapes.setdefault(exactly, (plan, {}))
     plan, kept = found
     # A call is made before its plan is known, and frozen for whoever gets it.
     object.__setattr__(call, "kept", kept)
@@ -263,10 +257,9 @@ def _plan_of_class(
         )
         text = write_request(request._replace(saved_bytes=NOTHING))
         plan = Plan(compiled, inputs.call.query.device, text)
-        with _lock:
-            if len(_plans) >= PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[of_class] = plan
+        if len(_plans) >= PLANS:
+            _plans.clear()
+        _plans[of_class] = plan
     return plan
 
 
@@ -338,7 +331,6 @@ def _graphs(inputs: Inputs, bound: Bound) -> tuple[ModGraph | None, ModGraph | N
 
 def clear_plans() -> None:
     """Forget every plan and every seen number. Kernels stay in their own cache."""
-    with _lock:
-        _plans.clear()
-        _by_shapes.clear()
+    _plans.clear()
+    _by_shapes.clear()
     forget_numbers()

@@ -39,7 +39,7 @@ def bind_numbers(score: str, mask: str, ints: tuple[int, ...], floats: tuple[flo
     if history is not None and values == history.last:
         return history.bound
     if history is None and len(_histories) >= HISTORIES:
-        _histories.pop(next(iter(_histories), ("", "")), None)
+        _histories.clear()
     constants = values if history is None else history.bound
     # NaN differs from itself, and 0.0 equals -0.0: neither can be compared, so neither is ever a
     # constant.
