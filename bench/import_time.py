@@ -1,6 +1,6 @@
 """Cost of `import anyflex` over `import torch`; it scans nothing and loads no compiler.
 
-    python bench/import_time.py [--limit 25] [--percent 3] [--processes 9]
+    python bench/import_time.py [--limit 25] [--percent 3] [--modules 45] [--processes 9]
 
 Each figure comes from a fresh process that imports torch first, then times `import anyflex`;
 one warm-up process fills the bytecode cache. The median of the CPU time is judged, because on a
@@ -9,8 +9,8 @@ nothing, so on an idle machine the two agree. A processor that is slow, or share
 longer for both imports: the limit is in milliseconds or in percent of `import torch`, whichever
 allows more.
 
-Exits 1 above both limits, or where the import looks at installed distributions or loads a
-forbidden module.
+Exits 1 above both limits or the number of modules of anyflex's own, or where the import looks at
+installed distributions or loads a forbidden module.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class ImportFacts:
     scans: int
     modules: tuple[str, ...]
 
+    def own(self) -> list[str]:
+        """Return anyflex's own modules."""
+        return [module for module in self.modules if module.partition(".")[0] == "anyflex"]
+
     def forbidden(self) -> list[str]:
         """Return the modules that should not have been loaded."""
         return [
@@ -107,6 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="time `import anyflex` over `import torch`")
     parser.add_argument("--limit", type=float, default=25.0, help="milliseconds, median")
     parser.add_argument("--percent", type=float, default=3.0, help="of `import torch`, median")
+    parser.add_argument("--modules", type=int, default=45, help="most modules of anyflex's own")
     parser.add_argument("--processes", type=int, default=9)
     arguments = parser.parse_args()
 
@@ -123,8 +128,11 @@ def main() -> int:
     print(
         f"import anyflex over import torch: {cpu:.1f} ms of CPU, {percent:.1f} % of torch's, "
         f"{wall:.1f} ms of wall time (median of {len(runs)} processes), "
-        f"{len(facts.modules)} modules, 0 scans"
+        f"{len(facts.own())} modules, 0 scans"
     )
+    if len(facts.own()) > arguments.modules:
+        print(f"error: above {arguments.modules} modules: {facts.own()}", file=sys.stderr)
+        return 1
     if cpu > arguments.limit and percent > arguments.percent:
         print(
             f"error: above {arguments.limit:g} ms and {arguments.percent:g} % of `import torch`",

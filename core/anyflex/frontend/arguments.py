@@ -15,9 +15,8 @@ from torch.autograd import forward_ad
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.frontend.transforms import refuse_transform
 from anyflex.tensors.dynamo_errors import fail
-from anyflex.tensors.fixed_numbers import fixed
 from anyflex.tensors.storage_checks import PLAIN
-from anyflex.tensors.symbolic_numbers import SYMBOLIC
+from anyflex.tensors.symbolic_numbers import SYMBOLIC, fixed
 from anyflex.tensors.torch_versions import dispatch_modes, dual_level, transform_stack
 
 __all__ = [

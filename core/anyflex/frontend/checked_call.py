@@ -18,7 +18,6 @@ from anyflex.frontend.arguments import (
     refuse_tensors,
 )
 from anyflex.frontend.aux_outputs import AuxRequest
-from anyflex.mask_structure.run_checks import check_types
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tracing.mod_types import ScoreMod
 
@@ -121,6 +120,8 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 def _own_mask(block_mask: Any) -> Any:
     """Return the mask as anyflex's, converting torch's."""
+    from anyflex.mask_structure.run_checks import check_types
+
     if torch.compiler.is_dynamo_compiling():  # Dynamo follows import statements
         from anyflex.block_mask.block_mask import BlockMask
 

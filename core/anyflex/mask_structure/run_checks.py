@@ -14,9 +14,9 @@ from torch import Tensor
 from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.runs import FULL, PARTIAL, block_count
 from anyflex.tensors.dynamo_errors import fail
-from anyflex.tensors.fixed_numbers import fixed
 from anyflex.tensors.stand_in import posed_in_force
 from anyflex.tensors.storage_checks import PLAIN
+from anyflex.tensors.symbolic_numbers import fixed
 from anyflex.tensors.torch_versions import dispatch_modes, is_wrapped
 
 __all__ = [

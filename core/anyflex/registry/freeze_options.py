@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyflex.tensors.dynamo_errors import fail
-from anyflex.tensors.fixed_numbers import fixed
+from anyflex.tensors.symbolic_numbers import fixed
 
 __all__ = ["KernelOptions", "freeze_options"]
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from anyflex.mod_graph.operations import DTYPES
 from anyflex.mod_graph.torch_derivatives import clamp_halves_at_tensors
-from anyflex.tensors.fixed_numbers import fixed
-from anyflex.tensors.symbolic_numbers import NUMBERS
+from anyflex.tensors.symbolic_numbers import NUMBERS, fixed
 from anyflex.tracing.symbol import CATEGORY, FLOAT, INT, Symbol
 from anyflex.tracing.trace_errors import refuse
 from anyflex.tracing.tracer import Tracer
