@@ -60,21 +60,20 @@ class HeadRowValues:
 
 
 @triton.jit
-def load_row_values(
-    row_values, at, first, rows, end, BOUND: tl.constexpr, DESCRIBED: tl.constexpr
-):
+def load_row_values(row_values, at, first, rows, end, BOUND: tl.constexpr):
     """Load values [M] of `row_kernel` for the query rows first + rows.
 
     Args:
-        row_values, DESCRIBED: `HeadRowValues`'s tensor and DESCRIBED.
-        at: offset of this head's values.
+        row_values: `HeadRowValues`.
+        at: offset of this head's values of a kind.
     """
-    if DESCRIBED == "host":
-        return row_values.load([(at + first).to(tl.int32)])
+    tensor = row_values.tensor
+    if row_values.DESCRIBED == "host":
+        return tensor.load([(at + first).to(tl.int32)])
     elif BOUND:
-        return tl.load(row_values + at + first + rows, mask=first + rows < end, other=0.0)
+        return tl.load(tensor + at + first + rows, mask=first + rows < end, other=0.0)
     else:
-        return tl.load(row_values + at + first + rows)
+        return tl.load(tensor + at + first + rows)
 
 
 @triton.jit
@@ -95,25 +94,20 @@ def add_to_keys(
     rows = first + rows_of_tile
     q = load_step_rows(queries, first, rows_of_tile, end, BOUND)
     do = load_step_rows(douts, first, rows_of_tile, end, BOUND)
-    tensor = row_values.tensor
-    DESCRIBED: tl.constexpr = row_values.DESCRIBED
-    lse2 = load_row_values(tensor, row_values.first, first, rows_of_tile, end, BOUND, DESCRIBED)
+    kind = row_values.values_in_all
+    lse2 = load_row_values(row_values, row_values.first, first, rows_of_tile, end, BOUND)
     if WANT_DK:
-        delta = load_row_values(
-            tensor, row_values.first + 3 * row_values.values_in_all, first, rows_of_tile, end,
-            BOUND, DESCRIBED,
-        )
+        at = row_values.first + 3 * kind
+        delta = load_row_values(row_values, at, first, rows_of_tile, end, BOUND)
     else:
         # A placeholder: no result depends on it.
         delta = lse2
     row_max = lse2
     size = lse2
     if CAREFUL:
-        careful = row_values.first + row_values.values_in_all
-        row_max = load_row_values(tensor, careful, first, rows_of_tile, end, BOUND, DESCRIBED)
-        size = load_row_values(
-            tensor, careful + row_values.values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
-        )
+        careful = row_values.first + kind
+        row_max = load_row_values(row_values, careful, first, rows_of_tile, end, BOUND)
+        size = load_row_values(row_values, careful + kind, first, rows_of_tile, end, BOUND)
     q_idx = indices(
         first, rows_of_tile, q_length, mods.shifts[2], BOUND, mods.SCORE_MOD is not None,
     )
