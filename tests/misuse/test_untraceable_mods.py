@@ -298,3 +298,23 @@ def test_a_tensor_that_is_read_beside_its_detached_self_has_its_own_gradient() -
     scores = QUERY.double() @ QUERY.double().mT * QUERY.shape[3] ** -0.5 + bias.double()
     wanted = torch.autograd.grad(scores.softmax(-1) @ QUERY.double(), table, dout.double())[0]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.flatten, lambda table: table * 2.0, torch.sin])
+def test_a_tensor_that_is_read_beside_one_made_of_it_has_both_gradients_once(make: Any) -> None:
+    length = QUERY.shape[2]
+    table = torch.randn(length, requires_grad=True)
+    made = make(table)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + torch.special.bessel_j0(s) * 0 + table[k] + made[k] * table[q]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", anyflex.PerformanceWarning)
+        out = anyflex.flex_attention(QUERY, QUERY, QUERY, mod)
+    dout = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, table, dout, retain_graph=True)
+    bias = (table + made * table[:, None]).double()
+    scores = QUERY.double() @ QUERY.double().mT * QUERY.shape[3] ** -0.5 + bias
+    wanted = torch.autograd.grad(scores.softmax(-1) @ QUERY.double(), table, dout.double())[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ The user's function is called each time, in backward too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -143,11 +143,15 @@ def score_gradients(
         (gradient of `score`, gradients of `tensors`); None where nothing depends on it.
     """
     with torch.enable_grad():
+        # The mod reads leaves: one tensor may be computed from another, as a view is, and passes
+        # its gradient on by itself.
+        leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in tensors}
         leaf = score.detach().requires_grad_()
-        modified = apply_score(function, leaf, indices)
+        modified = _watched_score(function, leaf, indices, ModWatch(leaves))
         if not modified.requires_grad:
             return None, [None] * len(tensors)
-        first, *others = torch.autograd.grad(modified, [leaf, *tensors], grad, allow_unused=True)
+        wanted = [leaf, *(leaves[id(tensor)] for tensor in tensors)]
+        first, *others = torch.autograd.grad(modified, wanted, grad, allow_unused=True)
     return first, list(others)
 
 
@@ -155,12 +159,16 @@ class ModWatch(TorchFunctionMode):
     """Watches what a mod does, step by step: refuses changes of what it captured, and names the
     mod's line where torch can't do what it asks for.
 
+    Args:
+        leaves: by the id of a tensor that the mod reads, the tensor that it gets instead.
+
     Attributes:
         read: the tensors that the mod read and didn't make, in the order of its reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: Mapping[int, Tensor] | None = None) -> None:
         super().__init__()
+        self._leaves = leaves or {}
         self.read: list[Tensor] = []
         # Tensors by id. One that is gone leaves: another may get its id.
         self._made: dict[int, ref[Tensor]] = {}
@@ -176,7 +184,7 @@ class ModWatch(TorchFunctionMode):
         self._keep(arguments)
         self._level = functorch_level() or 0
         self._inside = True
-        result = function(*arguments)
+        result = self._replaced(function(*arguments))
         self._inside = False
         self._note(result)
         return result
@@ -184,7 +192,7 @@ class ModWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self._replaced(args), self._replaced(kwargs or {})
         if self._inside and (functorch_level() or 0) != self._level:
             refuse(*TRANSFORM)
         refused = change_in_place(func)
@@ -211,6 +219,18 @@ class ModWatch(TorchFunctionMode):
         read = set(map(id, self.read))
         self._keep(tensor for tensor in made if id(tensor) not in read)
         return result
+
+    def _replaced(self, value: Any) -> Any:
+        """Put leaves in the place of the tensors that they stand for."""
+        if isinstance(value, Tensor):
+            return self._leaves.get(id(value), value)
+        if not self._leaves or not any(id(tensor) in self._leaves for tensor in _tensors(value)):
+            return value
+        if isinstance(value, slice):
+            return slice(*map(self._replaced, (value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return {name: self._replaced(item) for name, item in value.items()}
+        return type(value)(map(self._replaced, value))
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors as made by the mod, as long as they live."""
