@@ -51,7 +51,7 @@ def spellings() -> str:
     from anyflex.tracing.torch_functions import FACTS, OPERATORS, SPELLINGS
 
     known = {id(function) for function in (*SPELLINGS, *FACTORIES)}
-    rows = [f"| operators | {_listed(OPERATORS.values())} |"]
+    rows = [f"| operators | {_listed(OPERATORS)} |"]
     for written, namespace in (
         ("torch.", torch),
         ("torch.special.", torch.special),

@@ -33,12 +33,13 @@ from anyflex.errors import (
 from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
 from anyflex.mask_structure.to_index_lists import IndexLists
 from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
+from anyflex.mod_graph.dtypes import DTYPES, type_class
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import ModGraph, parse_graph
-from anyflex.mod_graph.lowering import Lowering, operand_classes, type_class
+from anyflex.mod_graph.lowering import Lowering, operand_classes
 from anyflex.mod_graph.mkl_warmup import make_first_calls
 from anyflex.mod_graph.node import Node
-from anyflex.mod_graph.operations import DTYPES, OPERATIONS
+from anyflex.mod_graph.operations import OPERATIONS
 from anyflex.mod_graph.simplify import simplify, simplify_nodes
 from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.process.progress_line import ProgressLine

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anyflex.mod_graph.evaluate import TORCH
-from anyflex.mod_graph.graph import GraphBuilder
+from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.lowering import Lowering, operand_classes
 from anyflex.mod_graph.operations import OPERATIONS
 
@@ -74,6 +74,13 @@ def test_missing_names_what_a_table_lacks_by_type():
     partial["add:int"] = "x"
     target = Lowering("partial", partial, emit)
     assert sorted(target.missing()) == ["add:float", "exp:float"]
+    partial |= {"not:float": "x", "expp": "x"}
+    assert sorted(Lowering("partial", partial, emit).problems()) == [
+        "the partial table has 'expp', which is no operation",
+        "the partial table has 'not:float', but no float comes there",
+        "the partial table has no rule for 'add:float'",
+        "the partial table has no rule for 'exp:float'",
+    ]
     assert target.operations() == frozenset(OPERATIONS) - {"add", "exp"}
     with pytest.raises(KeyError, match="partial has no rule for exp of "):
         builder = GraphBuilder()
@@ -100,5 +107,5 @@ def test_text_rules_need_an_emit_function():
 
 def test_every_operation_has_classes_and_the_torch_table_is_complete():
     assert all(operand_classes(name) for name in OPERATIONS)
-    assert TORCH.missing() == []
+    assert TORCH.problems() == []
     assert TORCH.operations() == frozenset(OPERATIONS)

@@ -12,15 +12,16 @@ __all__: list[str] = []
 FIRST_CALL = """
 import torch
 import anyflex
-from anyflex.mod_graph.operations import FUNCTIONS
+from anyflex.mod_graph.operations.functions import FUNCTIONS
 
+names = [record.name for record in FUNCTIONS]
 x = torch.ones(1, 2, 40, 8)
 with torch.autograd.profiler.profile(record_shapes=True) as profile:
     EXPRESSION
-alone, shared = dict.fromkeys(FUNCTIONS, 0), []
+alone, shared = dict.fromkeys(names, 0), []
 for event in sorted(profile.function_events, key=lambda event: event.time_range.start):
     name = event.name.removeprefix("aten::").rstrip("_")
-    if name in FUNCTIONS:
+    if name in names:
         if event.input_shapes == [[1]]:
             alone[name] += 1
         elif alone[name] < 2:  # float32 and float64

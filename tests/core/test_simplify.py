@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph
+from anyflex.mod_graph.graph import ModGraph
+from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.simplify import simplify, simplify_nodes
 
 F32, F64, I32, I64, BOOL = torch.float32, torch.float64, torch.int32, torch.int64, torch.bool

@@ -16,9 +16,11 @@ import torch
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.option import Option
 from anyflex.contract.spec import CapturedFacts, Spec
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, parse_graph
+from anyflex.mod_graph.dtypes import DTYPES
+from anyflex.mod_graph.graph import ModGraph, parse_graph
+from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.node import Node
-from anyflex.mod_graph.operations import DTYPES, OPERATIONS
+from anyflex.mod_graph.operations import OPERATIONS
 
 PLAIN = Spec(device_type="cpu", arch="", dtype=torch.float32, head_dim=16, value_head_dim=16)
 NASTY = ("", "a|b", "x=y", "%7C", "(,)", "\x1f", "s:", "None", "True", "1.5", "%", "ü\n")

@@ -11,7 +11,8 @@ from torch import Tensor
 from anyflex.intervals.cells import Cells
 from anyflex.intervals.evaluation import Domain
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph
+from anyflex.mod_graph.graph import ModGraph
+from anyflex.mod_graph.graph_builder import GraphBuilder
 
 __all__ = ["DOMAIN", "Expression", "cells_of", "values_in"]
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.intervals.bounds import End, tensor_of
+from anyflex.intervals.bounds import tensor_of
 from anyflex.intervals.cells import Cells
+from anyflex.mod_graph.operations.bounds import End
 
 __all__ = ["Boxes"]
 

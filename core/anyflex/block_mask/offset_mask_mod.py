@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, parse_graph
+from anyflex.mod_graph.graph import ModGraph, parse_graph
+from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.node import Node
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod

@@ -22,7 +22,7 @@ from anyflex.frontend.arguments import check_captured_devices
 from anyflex.frontend.autograd import FlexAttention
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.transforms import refuse_forward_mode
-from anyflex.mod_graph.operations import DTYPE_NAMES
+from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.op_request import Request

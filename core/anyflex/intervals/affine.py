@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anyflex.mod_graph.lowering import type_class
+from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.node import Node
 
 __all__ = ["AffineForm", "affine_form"]

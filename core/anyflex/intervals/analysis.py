@@ -15,7 +15,6 @@ from torch import Tensor
 
 from anyflex.intervals.affine import AffineForm, affine_form
 from anyflex.intervals.batched_bools import both, inverse
-from anyflex.intervals.bounds import End
 from anyflex.intervals.captured_read_ranges import load_range, load_verdict
 from anyflex.intervals.cells import Cells
 from anyflex.intervals.evaluation import Domain, Evaluation, GraphFacts, Rules, spread
@@ -23,8 +22,9 @@ from anyflex.intervals.floats import FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
 from anyflex.intervals.read_equality import ReadEquality, read_equality
 from anyflex.intervals.three_valued_logic import BOOL_RULES
+from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.graph import ModGraph
-from anyflex.mod_graph.lowering import type_class
+from anyflex.mod_graph.operations.bounds import End
 
 __all__ = ["Analysis"]
 

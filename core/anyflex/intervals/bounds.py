@@ -1,4 +1,4 @@
-"""Bounds of ranges: a Python int, exact at any size, or a tensor with one bound a cell.
+"""Ranges and verdicts of values in a cell.
 
 Ends of integer ranges are ints or int64 tensors; ends of floating ranges are tensors of the node's
 own type, so that they round as the values do.
@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 
 from anyflex.intervals.batched_bools import Flag
+from anyflex.mod_graph.operations.bounds import End, greater
 
-__all__ = [
-    "End",
-    "Range",
-    "Verdict",
-    "choose",
-    "greater",
-    "hull",
-    "lesser",
-    "magnitude",
-    "tensor_of",
-]
-
-End = int | Tensor
+__all__ = ["Range", "Verdict", "magnitude", "tensor_of"]
 
 
 class Range(NamedTuple):
@@ -53,35 +42,6 @@ class Verdict(NamedTuple):
     true: Flag = False
     false: Flag = False
     mixed: Flag = False
-
-
-def lesser(a: End, b: End) -> End:
-    """Return the smaller end."""
-    if isinstance(a, Tensor):
-        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
-    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
-
-
-def greater(a: End, b: End) -> End:
-    """Return the larger end."""
-    if isinstance(a, Tensor):
-        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
-    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
-
-
-def hull(*ends: End) -> tuple[End, End]:
-    """Return the smallest and the largest."""
-    low = high = ends[0]
-    for end in ends[1:]:
-        low, high = lesser(low, end), greater(high, end)
-    return low, high
-
-
-def choose(flag: Flag, a: End, b: End) -> End:
-    """Return `a` where the flag holds, else `b`."""
-    if isinstance(flag, Tensor):
-        return torch.where(flag, a, b)
-    return a if flag else b
 
 
 def magnitude(range_: Range) -> End:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anyflex.intervals.bounds import End
+from anyflex.mod_graph.operations.bounds import End
 
 __all__ = ["Cells"]
 

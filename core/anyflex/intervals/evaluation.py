@@ -12,21 +12,19 @@ from torch import Tensor
 
 from anyflex.intervals.affine import AffineForm
 from anyflex.intervals.batched_bools import Flag, both, either
-from anyflex.intervals.bounds import End, Range, Verdict, tensor_of
+from anyflex.intervals.bounds import Range, Verdict, tensor_of
 from anyflex.intervals.cells import Cells
 from anyflex.intervals.tables import CapturedTables
+from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import ModGraph
-from anyflex.mod_graph.lowering import type_class
 from anyflex.mod_graph.node import Node
-from anyflex.mod_graph.operations import FUNCTIONS
+from anyflex.mod_graph.operations import RECORDS
+from anyflex.mod_graph.operations.bounds import End
 
 __all__ = ["Domain", "Equality", "Evaluation", "GraphFacts", "Rules", "spread"]
 
 T = TypeVar("T")
-_APPROXIMATE = frozenset((*FUNCTIONS, "pow", "atan2")) - {"sqrt"}
-"""Operations whose last bits torch may compute in one way for one value and in another for
-many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class GraphFacts:
         """Whether the last bits of a node's value may depend on how many are computed together."""
         for node in self.nodes:
             operands = any(self._approximate[a] for a in node.arguments)
-            self._approximate.append(operands or node.operation in _APPROXIMATE)
+            self._approximate.append(operands or RECORDS[node.operation].approximate)
         self.forms: list[AffineForm | None] = [None] * len(self.nodes)
         self.ranges: list[Range | None] = [None] * len(self.nodes)
         self._differences: dict[tuple[int, int], AffineForm] = {}
@@ -285,6 +283,8 @@ class Evaluation:
         form = self.facts.forms[position]
         if form is not None and not form.is_atom(position):
             return self.form_range(form)
+        if node.operation == "detach":
+            return self.range(node.arguments[0])
         if node.operation == "load":
             return self.rules.load_range(self, node)
         rule = (self.rules.floats if is_float else self.rules.integers).get(node.operation)
@@ -312,6 +312,8 @@ class Evaluation:
         if not self.static and self.facts.is_fixed(position):
             value = self.fixed(position)
             return Verdict(value, ~value)
+        if node.operation == "detach":
+            return self.verdict(node.arguments[0])
         if node.operation == "load":
             return self.rules.load_verdict(self, node)
         rule = self.rules.bools.get(node.operation)

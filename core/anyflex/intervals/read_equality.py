@@ -14,13 +14,14 @@ from torch import Tensor
 
 from anyflex.intervals.batched_bools import Flag, both
 from anyflex.intervals.block_bounds import BlockEnds
-from anyflex.intervals.bounds import Verdict, lesser, tensor_of
+from anyflex.intervals.bounds import Verdict, tensor_of
 from anyflex.intervals.captured_read_ranges import bounded_range, fixed_row
 from anyflex.intervals.evaluation import Evaluation, GraphFacts
 from anyflex.intervals.id_labels import Segments, relabelled
 from anyflex.intervals.tables import RowTable
-from anyflex.mod_graph.lowering import type_class
+from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.operations.bounds import lesser
 
 __all__ = ["ReadEquality", "read_equality"]
 

@@ -9,8 +9,9 @@ import torch
 from anyflex.intervals.batched_bools import Flag, both, either, inverse
 from anyflex.intervals.bounds import Range, Verdict
 from anyflex.intervals.evaluation import Evaluation
-from anyflex.mod_graph.lowering import type_class
+from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.operations.logic import COMPARISONS
 
 __all__ = ["BOOL_RULES"]
 
@@ -79,10 +80,6 @@ def _cast(evaluation: Evaluation, node: Node, position: int) -> Verdict:
             both(found.low == 0, found.high == 0),
         )
     return _difference("ne", evaluation.range(argument))
-
-
-def _detach(evaluation: Evaluation, node: Node, position: int) -> Verdict:
-    return evaluation.verdict(node.arguments[0])
 
 
 def _comparison(evaluation: Evaluation, node: Node, position: int) -> Verdict:
@@ -157,7 +154,6 @@ BOOL_RULES: dict[str, Rule] = {
     "xor": _xor,
     "where": _where,
     "cast": _cast,
-    "detach": _detach,
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _comparison),
+    **{record.name: _comparison for record in COMPARISONS},
 }
 """Rules of every operation with a bool result, leaves and loads aside."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from anyflex.mod_graph.derivatives import DIFFERENTIABLE, Formulas
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph
+from anyflex.mod_graph.graph import ModGraph
+from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.operations import RECORDS
+from anyflex.mod_graph.operations.terms import Term
 from anyflex.mod_graph.simplify import simplify_nodes
 
 __all__ = ["Derivative", "Scatter", "differentiate"]
@@ -63,7 +65,6 @@ def differentiate(graph: ModGraph, *, wanted_captured: frozenset[int]) -> Deriva
     """
     active = _active(graph, wanted_captured)
     builder = GraphBuilder(graph.nodes)
-    formulas = Formulas(builder, active)
     adjoints: dict[int, int] = {}
 
     def accumulate(position: int, grad: int) -> None:
@@ -80,10 +81,18 @@ def differentiate(graph: ModGraph, *, wanted_captured: frozenset[int]) -> Deriva
         if position not in adjoints or graph.nodes[position].operation in ("load", "input"):
             continue
         node = graph.nodes[position]
-        gradients = formulas.gradients(position, adjoints[position])
-        for argument, gradient in zip(node.arguments, gradients, strict=True):
-            if gradient is not None and argument in active:
-                accumulate(argument, gradient)
+        given, *terms = (
+            Term(builder, place) for place in (adjoints[position], position, *node.arguments)
+        )
+        gradients = [
+            (argument, formula(given, *terms).position)
+            for argument, formula in zip(
+                node.arguments, RECORDS[node.operation].gradients, strict=True
+            )
+            if formula is not None and argument in active
+        ]
+        for argument, gradient in gradients:
+            accumulate(argument, gradient)
     return _assembled(graph, builder, adjoints)
 
 
@@ -99,7 +108,9 @@ def _active(graph: ModGraph, wanted_captured: frozenset[int]) -> set[int]:
             reached = node.attribute in wanted_captured
         else:
             arguments = node.arguments[1:] if node.operation == "where" else node.arguments
-            reached = node.operation in DIFFERENTIABLE and any(a in active for a in arguments)
+            reached = bool(RECORDS[node.operation].gradients) and any(
+                a in active for a in arguments
+            )
         if reached:
             active.add(position)
     return active

@@ -14,6 +14,7 @@ from anyflex.mod_graph.graph import wrapped
 from anyflex.mod_graph.lowering import Lowering, Rule
 from anyflex.mod_graph.mkl_warmup import make_first_calls
 from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.operations import RECORDS
 
 __all__ = ["TORCH", "Evaluator", "bounded_index", "evaluate"]
 
@@ -71,25 +72,17 @@ def _number(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor
     return torch.full((), value, dtype=node.dtype, device=context.device)
 
 
-def _divisor(context: _Context, node: Node, divisor: Tensor) -> Tensor:
-    """An integer divisor without zeros: division by 0 gives an arbitrary value and no
+def _division(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    """A quotient or remainder. An integer divided by 0 gives an arbitrary value and no
     exception."""
+    dividend, divisor = operands
     number = context.number(context.nodes[node.arguments[1]])
-    if node.dtype.is_floating_point or (number is not None and _held(number, node.dtype)):
-        return divisor
-    return torch.where(divisor == 0, 1, divisor)
-
-
-def _floor_divide(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
-    return torch.floor_divide(operands[0], _divisor(context, node, operands[1]))
-
-
-def _remainder(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
-    return torch.remainder(operands[0], _divisor(context, node, operands[1]))
-
-
-def _fmod(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
-    return torch.fmod(operands[0], _divisor(context, node, operands[1]))
+    nonzero = number is not None and _held(number, node.dtype)
+    if not nonzero and not node.dtype.is_floating_point:
+        divisor = torch.where(divisor == 0, 1, divisor)
+    function = RECORDS[node.operation].value
+    assert function is not None
+    return function(dividend, divisor)
 
 
 def _power(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
@@ -102,10 +95,6 @@ def _power(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
 
 def _cast(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
     return operands[0].to(node.dtype)
-
-
-def _detach(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
-    return operands[0].detach()
 
 
 def bounded_index(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
@@ -165,67 +154,16 @@ def _plain(function: Callable[..., Tensor]) -> _Rule:
 
 
 _TABLE: dict[str, Rule[_Context, Tensor]] = {
+    **{name: _plain(record.value) for name, record in RECORDS.items() if record.value is not None},
     "input": _input,
     "number": _number,
     "const": _number,
-    "add": _plain(torch.add),
-    "sub": _plain(torch.sub),
-    "mul": _plain(torch.mul),
-    "truediv": _plain(torch.true_divide),
-    "floordiv": _floor_divide,
-    "mod": _remainder,
-    "fmod": _fmod,
+    "floordiv": _division,
+    "mod": _division,
+    "fmod": _division,
     "pow": _power,
-    "minimum": _plain(torch.minimum),
-    "maximum": _plain(torch.maximum),
-    "atan2": _plain(torch.atan2),
-    "neg": _plain(torch.neg),
-    "abs": _plain(torch.abs),
-    "and": _plain(torch.bitwise_and),
-    "or": _plain(torch.bitwise_or),
-    "xor": _plain(torch.bitwise_xor),
-    "not": _plain(torch.bitwise_not),
-    "shl": _plain(torch.bitwise_left_shift),
-    "shr": _plain(torch.bitwise_right_shift),
-    "eq": _plain(torch.eq),
-    "ne": _plain(torch.ne),
-    "lt": _plain(torch.lt),
-    "le": _plain(torch.le),
-    "gt": _plain(torch.gt),
-    "ge": _plain(torch.ge),
-    "floor": _plain(torch.floor),
-    "ceil": _plain(torch.ceil),
-    "round": _plain(torch.round),
-    "trunc": _plain(torch.trunc),
-    "sign": _plain(torch.sign),
-    "exp": _plain(torch.exp),
-    "exp2": _plain(torch.exp2),
-    "expm1": _plain(torch.expm1),
-    "log": _plain(torch.log),
-    "log2": _plain(torch.log2),
-    "log10": _plain(torch.log10),
-    "log1p": _plain(torch.log1p),
-    "sqrt": _plain(torch.sqrt),
-    "rsqrt": _plain(torch.rsqrt),
-    "sin": _plain(torch.sin),
-    "cos": _plain(torch.cos),
-    "tan": _plain(torch.tan),
-    "asin": _plain(torch.asin),
-    "acos": _plain(torch.acos),
-    "atan": _plain(torch.atan),
-    "sinh": _plain(torch.sinh),
-    "cosh": _plain(torch.cosh),
-    "tanh": _plain(torch.tanh),
-    "asinh": _plain(torch.asinh),
-    "acosh": _plain(torch.acosh),
-    "atanh": _plain(torch.atanh),
-    "sigmoid": _plain(torch.sigmoid),
-    "erf": _plain(torch.erf),
-    "erfc": _plain(torch.erfc),
-    "where": _plain(torch.where),
     "cast": _cast,
     "load": _load,
-    "detach": _detach,
 }
 
 TORCH: Lowering[_Context, Tensor] = Lowering("torch", _TABLE)

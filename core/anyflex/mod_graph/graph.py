@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from anyflex.mod_graph.node import Attribute, Node
-from anyflex.mod_graph.operations import DTYPES, OPERATIONS
+from anyflex.mod_graph.dtypes import DTYPES
+from anyflex.mod_graph.node import Attribute, Node, reached
+from anyflex.mod_graph.operations import OPERATIONS
 from anyflex.mod_graph.printing import printed
 
-__all__ = ["GraphBuilder", "ModGraph", "is_number", "parse_graph", "wrapped"]
-
-
-def is_number(nodes: Sequence[Node], position: int) -> bool:
-    """Tell whether a node is a Python number, converted or not."""
-    node = nodes[position]
-    while node.operation == "cast":
-        node = nodes[node.arguments[0]]
-    return node.operation in ("const", "number")
+__all__ = ["ModGraph", "parse_graph", "wrapped"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,10 +55,8 @@ class ModGraph:
 
     def inputs(self) -> frozenset[str]:
         """Names of the inputs that the result depends on."""
-        reached = self.reached((self.output,))
-        return frozenset(
-            str(self.nodes[i].attribute) for i in reached if self.nodes[i].operation == "input"
-        )
+        needed = [self.nodes[position] for position in self.reached((self.output,))]
+        return frozenset(str(node.attribute) for node in needed if node.operation == "input")
 
     def loads(self) -> dict[int, tuple[torch.dtype, int]]:
         """dtype and rank of each captured tensor that is read, by its position."""
@@ -78,14 +69,7 @@ class ModGraph:
 
     def reached(self, roots: Iterable[int]) -> set[int]:
         """Positions of the nodes that `roots` need, the roots included."""
-        reached: set[int] = set()
-        stack = list(roots)
-        while stack:
-            i = stack.pop()
-            if i not in reached:
-                reached.add(i)
-                stack.extend(self.nodes[i].arguments)
-        return reached
+        return set(reached(self.nodes, roots))
 
     def bind(
         self,
@@ -164,40 +148,3 @@ def _attribute(operation: str, dtype: torch.dtype, text: str) -> Attribute:
             return text == "True"
         return float(text) if dtype.is_floating_point else wrapped(int(text), dtype)
     return None
-
-
-class GraphBuilder:
-    """Appends nodes, each distinct one once."""
-
-    def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self.nodes: list[Node] = []
-        self._positions: dict[object, int] = {}
-        for node in nodes:
-            # Positions must not change, so a repeated node is kept here.
-            key = _told_apart(node.operation, node.dtype, node.arguments, node.attribute)
-            self._positions.setdefault(key, len(self.nodes))
-            self.nodes.append(node)
-
-    def add(
-        self,
-        operation: str,
-        dtype: torch.dtype,
-        arguments: tuple[int, ...] = (),
-        attribute: Attribute = None,
-    ) -> int:
-        """Return the position of this node, appending it if it isn't there."""
-        key = _told_apart(operation, dtype, arguments, attribute)
-        position = self._positions.setdefault(key, len(self.nodes))
-        if position == len(self.nodes):
-            self.nodes.append(Node(operation, dtype, arguments, attribute))
-        return position
-
-
-def _told_apart(
-    operation: str, dtype: torch.dtype, arguments: tuple[int, ...], attribute: Attribute
-) -> object:
-    """Key of nodes that are one value. A constant's is its text: 0.0 equals -0.0, 1 equals True,
-    and NaN doesn't equal itself."""
-    if attribute is None:
-        return operation, dtype, arguments
-    return operation, dtype, arguments, str(attribute)

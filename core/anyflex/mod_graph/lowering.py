@@ -4,7 +4,7 @@ A backend makes one `Lowering` a target and owns its table alone:
 
     MSL = Lowering("Metal", {"add": "({0} + {1})", "mod:float": "floored({0}, {1})", ...}, emit)
 
-`Lowering.missing` names what a table lacks; a test keeps it empty.
+`Lowering.problems` says what a table lacks or has too much; a test keeps it empty.
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
-from anyflex.mod_graph.node import Node
-from anyflex.mod_graph.operations import (
-    ARITHMETIC,
-    BITWISE,
-    COMPARISONS,
-    FUNCTIONS,
-    LEAVES,
-    OPERATIONS,
-    ROUNDING,
-)
+from anyflex.mod_graph.dtypes import type_class
+from anyflex.mod_graph.node import Node, reached
+from anyflex.mod_graph.operations import OPERATIONS, RECORDS
 
-__all__ = ["Emit", "Lowering", "Rule", "operand_classes", "type_class"]
+__all__ = ["Emit", "Lowering", "Rule", "operand_classes"]
 
 Context = TypeVar("Context")
 Value = TypeVar("Value")
@@ -37,29 +30,10 @@ function of the context, the node and the operands' values."""
 Emit: TypeAlias = "Callable[[Context, Node, str], Value]"
 """Takes the text of a filled-in rule into the target's program and returns its value's name."""
 
-_CLASSES_OF: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LEAVES, ("bool", "int", "float")),
-    **dict.fromkeys(ARITHMETIC, ("int", "float")),
-    **dict.fromkeys(("truediv", "atan2"), ("float",)),
-    **dict.fromkeys(BITWISE, ("bool", "int")),
-    **dict.fromkeys(("shl", "shr"), ("int",)),
-    **dict.fromkeys(COMPARISONS, ("bool", "int", "float")),
-    **dict.fromkeys(ROUNDING, ("float",)),
-    "sign": ("int", "float"),
-    **dict.fromkeys(FUNCTIONS, ("float",)),
-}
-
-
-def type_class(dtype: torch.dtype) -> str:
-    """Return ``"bool"``, ``"int"`` or ``"float"``."""
-    if dtype is torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "int"
-
 
 def operand_classes(operation: str) -> tuple[str, ...]:
     """Return the type classes that the operands of `operation` can have in a graph."""
-    return _CLASSES_OF.get(operation, ("bool", "int", "float"))
+    return RECORDS[operation].types
 
 
 class Lowering(Generic[Context, Value]):
@@ -96,6 +70,18 @@ class Lowering(Generic[Context, Value]):
                 keys = [f"{operation}:{kind}" for kind in operand_classes(operation)]
                 lacking += [key for key in keys if key not in self.rules]
         return lacking
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each rule that the table lacks, and for each that no graph asks
+        for."""
+        found = [f"the {self.target} table has no rule for {key!r}" for key in self.missing()]
+        for key in self.rules:
+            operation, _, kind = key.partition(":")
+            if operation not in OPERATIONS:
+                found.append(f"the {self.target} table has {key!r}, which is no operation")
+            elif kind and kind not in operand_classes(operation):
+                found.append(f"the {self.target} table has {key!r}, but no {kind} comes there")
+        return found
 
     def operations(self) -> frozenset[str]:
         """Names of the operations that the table covers, for ``Capabilities.operations``."""
@@ -140,12 +126,8 @@ class Lowering(Generic[Context, Value]):
         self, nodes: Sequence[Node], context: Context, wanted: Iterable[int]
     ) -> dict[int, Value]:
         """Lower, in order, the nodes that `wanted` need; return position -> value of each."""
-        needed = set(wanted)
-        for position in range(len(nodes) - 1, -1, -1):
-            if position in needed:
-                needed.update(nodes[position].arguments)
         values: dict[int, Value] = {}
-        for position in sorted(needed):
+        for position in reached(nodes, wanted):
             node = nodes[position]
             operands = [values[argument] for argument in node.arguments]
             values[position] = self.apply(self.rule(nodes, node), context, node, operands)

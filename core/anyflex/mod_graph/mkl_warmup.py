@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from anyflex.mod_graph.operations import FUNCTIONS
+from anyflex.mod_graph.operations.functions import FUNCTIONS
 from anyflex.process.fork_safe_locks import free_in_child
 
 __all__ = ["make_first_calls"]
@@ -37,6 +37,6 @@ def make_first_calls() -> None:
             one = torch.ones(1, dtype=dtype, device="cpu")
             if type(one) is not torch.Tensor:
                 return
-            for name in FUNCTIONS:
-                getattr(torch, name)(one)
+            for record in FUNCTIONS:
+                getattr(torch, record.name)(one)
         _made = True

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from anyflex.mod_graph.operations import DTYPE_NAMES
-
-if TYPE_CHECKING:
-    from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.dtypes import DTYPE_NAMES
+from anyflex.mod_graph.node import Node, reached
+from anyflex.mod_graph.operations import RECORDS
 
 __all__ = ["expression", "printed"]
 
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-}
-_PREFIX = {"neg": "-", "not": "~"}
 _LONGEST = 200
 
 
@@ -42,13 +19,9 @@ def printed(nodes: Sequence[Node], output: int) -> str:
     Inputs, constants, closed-over numbers (``i0``, ``f0``: slots of a call's ints and floats) and
     0-d captured tensors are printed where they are used. A cast is written as its type's name.
     """
-    needed = {output}
-    for position in range(output, -1, -1):
-        if position in needed:
-            needed.update(nodes[position].arguments)
     names: dict[int, str] = {}
     lines: list[str] = []
-    for position in sorted(needed):
+    for position in reached(nodes, (output,)):
         node = nodes[position]
         text = _expression(node, [names[argument] for argument in node.arguments])
         if node.arguments:
@@ -76,9 +49,9 @@ def _nested(nodes: Sequence[Node], position: int, names: Sequence[str], room: in
     operands: list[str] = []
     for argument in node.arguments:
         text = _nested(nodes, argument, names, room - sum(map(len, operands)) - 8)
-        inner = nodes[argument].operation in _INFIX
-        operator = node.operation in _INFIX or node.operation in _PREFIX
-        operands.append(f"({text})" if inner and operator else text)
+        inner = RECORDS[nodes[argument].operation]
+        grouped = inner.sign and inner.operands == 2 and RECORDS[node.operation].sign
+        operands.append(f"({text})" if grouped else text)
     return _expression(node, operands, names)
 
 
@@ -90,9 +63,8 @@ def _expression(node: Node, operands: list[str], names: Sequence[str] = ()) -> s
         return f"{name}[{', '.join(operands)}]" if operands else name
     if not operands:
         return str(node.attribute)
-    if operation in _INFIX:
-        return f"{operands[0]} {_INFIX[operation]} {operands[1]}"
-    if operation in _PREFIX:
-        return _PREFIX[operation] + operands[0]
+    sign = RECORDS[operation].sign
+    if sign:
+        return f" {sign} ".join(operands) if len(operands) == 2 else sign + operands[0]
     called = DTYPE_NAMES[node.dtype] if operation == "cast" else operation
     return f"{called}({', '.join(operands)})"

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, is_number
-from anyflex.mod_graph.lowering import type_class
-from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.graph import ModGraph
+from anyflex.mod_graph.graph_builder import GraphBuilder, is_number
+from anyflex.mod_graph.node import Node, reached
 
 __all__ = ["simplify", "simplify_nodes"]
 
@@ -68,11 +69,7 @@ def simplify_nodes(
 def _without_dead(
     nodes: Sequence[Node], roots: Sequence[int]
 ) -> tuple[tuple[Node, ...], tuple[int, ...]]:
-    needed = set(roots)
-    for position in range(len(nodes) - 1, -1, -1):
-        if position in needed:
-            needed.update(nodes[position].arguments)
-    places = {position: place for place, position in enumerate(sorted(needed))}
+    places = {position: place for place, position in enumerate(reached(nodes, roots))}
     kept = tuple(
         Node(
             nodes[position].operation,

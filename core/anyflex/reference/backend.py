@@ -10,7 +10,7 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.decision import Accepted, Decision
 from anyflex.contract.spec import Spec
-from anyflex.mod_graph.operations import DTYPE_NAMES
+from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.reference.backward import backward
 from anyflex.reference.compiled_spec import Prepared, prepare
 from anyflex.reference.forward import forward

@@ -8,16 +8,18 @@ Formulas are those of torch's documentation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from anyflex.mod_graph.torch_derivatives import fmax_halves_at_ties
 from anyflex.tracing.arithmetic import sharing
-from anyflex.tracing.symbol import CATEGORY, FLOAT, Symbol
+from anyflex.tracing.symbol import CATEGORY, FLOAT, Spellings, Symbol
 from anyflex.tracing.trace_errors import refuse
 from anyflex.tracing.tracer import Tracer
 
 __all__ = ["SPELLED"]
+
+SPELLED = Spellings()
+"""Name in torch, Tensor, torch.special or torch.nn.functional -> composition."""
 
 
 def _float(t: Tracer, x: Any) -> Symbol:
@@ -38,12 +40,14 @@ def _above(t: Tracer, x: Symbol, bound: float, value: Any, otherwise: Any) -> Sy
     return t.where(x >= _const(t, x, bound), value, otherwise)
 
 
+@SPELLED.named("relu")
 def relu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = t.symbol(x)
     zero = t.constant(0, x.kind)
     return t.where(x <= zero, zero, x)
 
 
+@SPELLED.named("hardtanh")
 def hardtanh(
     t: Tracer, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False
 ) -> Symbol:
@@ -52,12 +56,14 @@ def hardtanh(
     return t.where(x <= low, low, t.where(x >= high, high, x))
 
 
+@SPELLED.named("relu6")
 def relu6(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     zero, six = _const(t, x, 0.0), _const(t, x, 6.0)
     return t.where(x <= zero, zero, t.where(x >= six, six, x))
 
 
+@SPELLED.named("leaky_relu")
 def leaky_relu(t: Tracer, x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     return t.where(x > _const(t, x, 0.0), x, x * negative_slope)
@@ -68,11 +74,13 @@ def _expm1_below_zero(t: Tracer, x: Symbol) -> Symbol:
     return t.floating("expm1", t.where(x > zero, zero, x))
 
 
+@SPELLED.named("elu")
 def elu(t: Tracer, x: Any, alpha: float = 1.0, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     return t.where(x > _const(t, x, 0.0), x, _expm1_below_zero(t, x) * alpha)
 
 
+@SPELLED.named("selu")
 def selu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
@@ -80,6 +88,7 @@ def selu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     return t.where(x > _const(t, x, 0.0), x, low) * _const(t, x, scale)
 
 
+@SPELLED.named("celu")
 def celu(t: Tracer, x: Any, alpha: float = 1.0, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     zero = _const(t, x, 0.0)
@@ -87,6 +96,7 @@ def celu(t: Tracer, x: Any, alpha: float = 1.0, inplace: bool = False) -> Symbol
     return t.where(x > zero, x, t.floating("expm1", below / alpha) * alpha)
 
 
+@SPELLED.named("gelu")
 def gelu(t: Tracer, x: Any, approximate: str = "none") -> Symbol:
     x = _float(t, x)
     if approximate == "tanh":
@@ -108,11 +118,13 @@ def gelu(t: Tracer, x: Any, approximate: str = "none") -> Symbol:
     )
 
 
+@SPELLED.named("silu")
 def silu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     return x * t.floating("sigmoid", x)
 
 
+@SPELLED.named("softplus")
 def softplus(t: Tracer, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Symbol:
     x = _float(t, x)
     scaled = x * beta
@@ -121,11 +133,13 @@ def softplus(t: Tracer, x: Any, beta: float = 1.0, threshold: float = 20.0) -> S
     return t.where(linear, x, t.floating("log1p", t.floating("exp", inside)) / beta)
 
 
+@SPELLED.named("mish")
 def mish(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     return x * t.floating("tanh", softplus(t, x))
 
 
+@SPELLED.named("logsigmoid")
 def log_sigmoid(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     zero = _const(t, x, 0.0)
@@ -134,22 +148,26 @@ def log_sigmoid(t: Tracer, x: Any) -> Symbol:
     return t.where(negative, x, zero) - t.floating("log1p", decayed)
 
 
+@SPELLED.named("softsign")
 def softsign(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return x / (_const(t, x, 1.0) + t.unary("abs", x))
 
 
+@SPELLED.named("tanhshrink")
 def tanhshrink(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return x - t.floating("tanh", x)
 
 
+@SPELLED.named("hardsigmoid")
 def hardsigmoid(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     middle = (x + _const(t, x, 3.0)) / _const(t, x, 6.0)
     return _below(t, x, -3.0, _const(t, x, 0.0), _above(t, x, 3.0, _const(t, x, 1.0), middle))
 
 
+@SPELLED.named("hardswish")
 def hardswish(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     three, zero = _const(t, x, 3.0), _const(t, x, 0.0)
@@ -160,6 +178,7 @@ def hardswish(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     return _below(t, x, -3.0, t.unary("detach", x) * zero, t.where(below, middle, x))
 
 
+@SPELLED.named("softshrink")
 def softshrink(t: Tracer, x: Any, lambd: float = 0.5) -> Symbol:
     x = _float(t, x)
     nothing = t.unary("detach", x) * _const(t, x, 0.0)  # NaN stays NaN
@@ -171,20 +190,24 @@ def _as(t: Tracer, x: Symbol, value: Any) -> Symbol:
     return t.as_kind(t.operand(value), x.kind)
 
 
+@SPELLED.named("threshold")
 def threshold(t: Tracer, x: Any, threshold: float, value: float, inplace: bool = False) -> Symbol:
     x = t.symbol(x)
     return t.where(x <= _as(t, x, threshold), _as(t, x, value), x)
 
 
+@SPELLED.named("reciprocal")
 def reciprocal(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return _const(t, x, 1.0) / x
 
 
+@SPELLED.named("fmax")
 def fmax(t: Tracer, x: Any, y: Any) -> Symbol:
     return _number_wins(t, x, y, "ge", "or")
 
 
+@SPELLED.named("fmin")
 def fmin(t: Tracer, x: Any, y: Any) -> Symbol:
     return _number_wins(t, x, y, "le", "and")
 
@@ -204,6 +227,7 @@ def _number_wins(t: Tracer, x: Any, y: Any, comparison: str, on_bools: str) -> S
     return result
 
 
+@SPELLED.named("nan_to_num")
 def nan_to_num(
     t: Tracer, x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None
 ) -> Symbol:
@@ -220,6 +244,7 @@ def nan_to_num(
     return t.where(x != x, _as(t, x, 0.0 if nan is None else nan), number)
 
 
+@SPELLED.named("lerp")
 def lerp(t: Tracer, x: Any, y: Any, weight: Any) -> Symbol:
     x, y = _float(t, x), t.symbol(y)
     weight = t.as_kind(t.operand(weight), x.kind)
@@ -230,6 +255,7 @@ def lerp(t: Tracer, x: Any, y: Any, weight: Any) -> Symbol:
     return end + part * (y - x)
 
 
+@SPELLED.named("heaviside")
 def heaviside(t: Tracer, x: Any, values: Any) -> Symbol:
     x = t.symbol(x)
     zero, one = t.constant(0, x.kind), t.constant(1, x.kind)
@@ -237,6 +263,7 @@ def heaviside(t: Tracer, x: Any, values: Any) -> Symbol:
     return t.unary("detach", t.where(x == zero, t.as_kind(t.operand(values), x.kind), inside))
 
 
+@SPELLED.named("signbit")
 def sign_bit(t: Tracer, x: Any) -> Symbol:
     x = t.symbol(x)
     if CATEGORY[x.kind] != FLOAT:
@@ -246,6 +273,7 @@ def sign_bit(t: Tracer, x: Any) -> Symbol:
     return t.binary("lt", angle, _const(t, x, 0.0), x.kind, "bool")
 
 
+@SPELLED.named("copysign")
 def copy_sign(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = t.symbol(x), t.symbol(y)
     kind = t.common_kind(x, y)
@@ -254,15 +282,18 @@ def copy_sign(t: Tracer, x: Any, y: Any) -> Symbol:
     return t.where(sign_bit(t, y), t.unary("neg", size), size)
 
 
+@SPELLED.named("frac")
 def fraction(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return x - t.unary("trunc", x)
 
 
+@SPELLED.named("logaddexp")
 def log_add_exp(t: Tracer, x: Any, y: Any) -> Symbol:
     return _log_add(t, x, y, "exp", 1.0)
 
 
+@SPELLED.named("logaddexp2")
 def log_add_exp2(t: Tracer, x: Any, y: Any) -> Symbol:
     return _log_add(t, x, y, "exp2", 1.0 / math.log(2.0))
 
@@ -285,6 +316,7 @@ def is_infinite(t: Tracer, x: Any) -> Symbol:
     return t.binary("eq", t.unary("abs", x), _const(t, x, math.inf), x.kind, "bool")
 
 
+@SPELLED.named("xlogy")
 def x_log_y(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = _float(t, x), _float(t, y)
     kind = t.common_kind(x, y)
@@ -300,6 +332,7 @@ def x_log_y(t: Tracer, x: Any, y: Any) -> Symbol:
     return t.where(origin, x * t.floating("sqrt", t.where(origin, y, one)), product)
 
 
+@SPELLED.named("hypot")
 def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = _float(t, x), _float(t, y)
     kind = t.common_kind(x, y)
@@ -314,6 +347,7 @@ def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
     return t.where(either, infinite, high * t.floating("sqrt", one + ratio * ratio))
 
 
+@SPELLED.named("ldexp")
 def ldexp(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = _float(t, x), t.symbol(y)
     if CATEGORY[y.kind] == FLOAT:
@@ -323,6 +357,7 @@ def ldexp(t: Tracer, x: Any, y: Any) -> Symbol:
     return t.as_kind(t.as_kind(x, wide) * t.floating("exp2", t.as_kind(y, wide)), x.kind)
 
 
+@SPELLED.named("sinc")
 def sinc(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     zero, one = _const(t, x, 0.0), _const(t, x, 1.0)
@@ -331,16 +366,19 @@ def sinc(t: Tracer, x: Any) -> Symbol:
     return t.where(at_zero, one, t.floating("sin", angle) / angle)
 
 
+@SPELLED.named("deg2rad")
 def degrees_to_radians(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return x * _const(t, x, math.pi / 180.0)
 
 
+@SPELLED.named("rad2deg")
 def radians_to_degrees(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return x * _const(t, x, 180.0 / math.pi)
 
 
+@SPELLED.named("logit")
 def logit(t: Tracer, x: Any, eps: float | None = None) -> Symbol:
     x = _float(t, x)
     if eps is not None:
@@ -351,11 +389,13 @@ def logit(t: Tracer, x: Any, eps: float | None = None) -> Symbol:
     return t.floating("log", x) - t.floating("log1p", -x)
 
 
+@SPELLED.named("ndtr")
 def normal_distribution(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     return _const(t, x, 0.5) * t.floating("erfc", x * _const(t, x, -math.sqrt(0.5)))
 
 
+@SPELLED.named("entr")
 def entropy(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
     zero, one = _const(t, x, 0.0), _const(t, x, 1.0)
@@ -364,46 +404,3 @@ def entropy(t: Tracer, x: Any) -> Symbol:
     value = t.where(x < zero, _const(t, x, -math.inf), product)
     # At 0 the value is 0 and the slope infinite, as a root's.
     return t.where(at_zero, t.floating("sqrt", t.where(at_zero, x, one)), value)
-
-
-SPELLED: dict[str, Callable[..., Any]] = {
-    "relu": relu,
-    "relu6": relu6,
-    "hardtanh": hardtanh,
-    "leaky_relu": leaky_relu,
-    "elu": elu,
-    "selu": selu,
-    "celu": celu,
-    "gelu": gelu,
-    "silu": silu,
-    "softplus": softplus,
-    "mish": mish,
-    "logsigmoid": log_sigmoid,
-    "softsign": softsign,
-    "tanhshrink": tanhshrink,
-    "hardsigmoid": hardsigmoid,
-    "hardswish": hardswish,
-    "softshrink": softshrink,
-    "threshold": threshold,
-    "reciprocal": reciprocal,
-    "fmax": fmax,
-    "fmin": fmin,
-    "nan_to_num": nan_to_num,
-    "lerp": lerp,
-    "heaviside": heaviside,
-    "signbit": sign_bit,
-    "copysign": copy_sign,
-    "frac": fraction,
-    "logaddexp": log_add_exp,
-    "logaddexp2": log_add_exp2,
-    "xlogy": x_log_y,
-    "hypot": hypot,
-    "ldexp": ldexp,
-    "sinc": sinc,
-    "deg2rad": degrees_to_radians,
-    "rad2deg": radians_to_degrees,
-    "logit": logit,
-    "ndtr": normal_distribution,
-    "entr": entropy,
-}
-"""Name in torch, Tensor, torch.special or torch.nn.functional -> composition."""

@@ -5,63 +5,66 @@ Each takes the tracer, then torch's operands: symbols, 0-d captured tensors or P
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from anyflex.mod_graph.operations import DTYPES
+from anyflex.mod_graph.dtypes import DTYPES
+from anyflex.mod_graph.operations.record import Reading
 from anyflex.mod_graph.torch_derivatives import clamp_halves_at_tensors
 from anyflex.tensors.symbolic_numbers import NUMBERS, fixed
-from anyflex.tracing.symbol import CATEGORY, FLOAT, INT, Symbol
+from anyflex.tracing.symbol import CATEGORY, FLOAT, INT, Spellings, Symbol
 from anyflex.tracing.trace_errors import refuse
 from anyflex.tracing.tracer import Tracer
 
-__all__ = [
-    "absolute",
-    "add",
-    "atan2",
-    "bitwise",
-    "bitwise_not",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "comparison",
-    "divide",
-    "extremum",
-    "float_power",
-    "floating_kind",
-    "floor_divide",
-    "fmod",
-    "integer_kind",
-    "is_close",
-    "is_finite",
-    "is_infinite",
-    "is_nan",
-    "logical",
-    "logical_not",
-    "masked_fill",
-    "maximum",
-    "minimum",
-    "multiply",
-    "negative",
-    "positive",
-    "power",
-    "remainder",
-    "reversed_subtract",
-    "round_to",
-    "rounding",
-    "sharing",
-    "shift",
-    "sign",
-    "square",
-    "subtract",
-    "true_divide",
-    "truth",
-    "unary_float",
-    "where",
-    "where_method",
-]
+__all__ = ["OWN", "SPELLED", "sharing", "spelled_by", "where_method"]
+
+COMPARE_FIRST = "Compare first: `&`, `|`, `^` join conditions, and `~` negates one."
 
 
+OWN = Spellings()
+"""Operation -> its spelling, where more than its record tells how operands are read."""
+
+SPELLED = Spellings()
+"""Name in torch, Tensor, torch.special or torch.nn.functional -> composition of operations."""
+
+
+def spelled_by(
+    operation: str, operands: int | None, reading: Reading, sign: str
+) -> Callable[..., Symbol]:
+    """Return the spelling of an operation, as its record says how operands are read."""
+    # Text, and no record, is closed over: Dynamo inlines the spellings.
+    if operands == 1:
+
+        def unary(t: Tracer, x: Any) -> Symbol:
+            if reading == "floats":
+                return t.floating(operation, x)
+            x = t.symbol(x)
+            if reading == "rounding" and CATEGORY[x.kind] == INT:
+                return x
+            if reading == "bits" and CATEGORY[x.kind] == FLOAT:
+                refuse(f"`{sign}` on a float", sign, COMPARE_FIRST)
+            return t.unary(operation, x)
+
+        return unary
+
+    def binary(t: Tracer, x: Any, y: Any) -> Symbol:
+        x, y = t.operand(x), t.operand(y)
+        if reading == "floats":
+            return t.binary(operation, x, y, floating_kind(t, x, y))
+        kind = t.common_kind(x, y)
+        if reading == "comparison":
+            return t.binary(operation, x, y, kind, "bool")
+        if reading == "bits" and CATEGORY[kind] == FLOAT:
+            refuse(f"`{sign}` on a float", sign, COMPARE_FIRST)
+        if reading == "shift" and CATEGORY[kind] != INT:
+            refuse(f"`{sign}` on a {kind}", sign, "Shifts take integers.")
+        return t.binary(operation, x, y, kind)
+
+    return binary
+
+
+@OWN.named("add")
 def add(t: Tracer, x: Any, y: Any, *, alpha: Any = 1) -> Symbol:
     if not (isinstance(alpha, int) and alpha == 1):
         y = multiply(t, y, alpha)
@@ -70,6 +73,7 @@ def add(t: Tracer, x: Any, y: Any, *, alpha: Any = 1) -> Symbol:
     return t.binary("or" if kind == "bool" else "add", x, y, kind)
 
 
+@OWN.named("sub")
 def subtract(t: Tracer, x: Any, y: Any, *, alpha: Any = 1) -> Symbol:
     if not (isinstance(alpha, int) and alpha == 1):
         y = multiply(t, y, alpha)
@@ -80,10 +84,12 @@ def subtract(t: Tracer, x: Any, y: Any, *, alpha: Any = 1) -> Symbol:
     return t.binary("sub", x, y, kind)
 
 
+@SPELLED.named("rsub")
 def reversed_subtract(t: Tracer, x: Any, y: Any, *, alpha: Any = 1) -> Symbol:
     return subtract(t, y, x, alpha=alpha)
 
 
+@OWN.named("mul")
 def multiply(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = t.operand(x), t.operand(y)
     kind = t.common_kind(x, y)
@@ -95,6 +101,7 @@ def floating_kind(t: Tracer, x: Any, y: Any) -> str:
     return kind if CATEGORY[kind] == FLOAT else t.default_float
 
 
+@OWN.named("truediv")
 def divide(t: Tracer, x: Any, y: Any, *, rounding_mode: str | None = None) -> Symbol:
     if rounding_mode == "floor":
         return floor_divide(t, x, y)
@@ -109,10 +116,6 @@ def divide(t: Tracer, x: Any, y: Any, *, rounding_mode: str | None = None) -> Sy
     if rounding_mode is not None:
         refuse(f"rounding_mode={rounding_mode!r}", "torch.div", "Use None, 'floor' or 'trunc'.")
     return t.binary("truediv", x, y, floating_kind(t, x, y))
-
-
-def true_divide(t: Tracer, x: Any, y: Any) -> Symbol:
-    return divide(t, x, y)
 
 
 def integer_kind(t: Tracer, x: Any, y: Any, operation: str) -> str:
@@ -132,21 +135,25 @@ def integer_kind(t: Tracer, x: Any, y: Any, operation: str) -> str:
     return kind
 
 
+@OWN.named("floordiv")
 def floor_divide(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = t.operand(x), t.operand(y)
     return t.binary("floordiv", x, y, integer_kind(t, x, y, "//"))
 
 
+@OWN.named("mod")
 def remainder(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = t.operand(x), t.operand(y)
     return t.binary("mod", x, y, integer_kind(t, x, y, "%"))
 
 
+@OWN.named("fmod")
 def fmod(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = t.operand(x), t.operand(y)
     return t.binary("fmod", x, y, integer_kind(t, x, y, "torch.fmod"))
 
 
+@OWN.named("pow")
 def power(t: Tracer, x: Any, y: Any, modulus: Any = None) -> Symbol:
     if modulus is not None:
         refuse("pow() with three arguments", "pow()", "Use `x ** y % z`.")
@@ -160,10 +167,12 @@ def power(t: Tracer, x: Any, y: Any, modulus: Any = None) -> Symbol:
     return t.binary("pow", x, y, kind)
 
 
+@SPELLED.named("float_power")
 def float_power(t: Tracer, x: Any, y: Any) -> Symbol:
     return t.binary("pow", t.operand(x), t.operand(y), "f64")
 
 
+@OWN.named("neg")
 def negative(t: Tracer, x: Any) -> Symbol:
     x = t.symbol(x)
     if x.kind == "bool":
@@ -171,10 +180,12 @@ def negative(t: Tracer, x: Any) -> Symbol:
     return t.unary("neg", x)
 
 
+@SPELLED.named("positive")
 def positive(t: Tracer, x: Any) -> Symbol:
     return t.symbol(x)
 
 
+@OWN.named("abs")
 def absolute(t: Tracer, x: Any) -> Symbol:
     x = t.symbol(x)
     if x.kind == "bool":
@@ -182,45 +193,9 @@ def absolute(t: Tracer, x: Any) -> Symbol:
     return t.unary("abs", x)
 
 
+@SPELLED.named("square")
 def square(t: Tracer, x: Any) -> Symbol:
     return multiply(t, x, x)
-
-
-def bitwise(operation: str, sign: str) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any, y: Any) -> Symbol:
-        x, y = t.operand(x), t.operand(y)
-        kind = t.common_kind(x, y)
-        if CATEGORY[kind] == FLOAT:
-            refuse(f"`{sign}` on a float", sign, "Compare first: `&`, `|`, `^` join conditions.")
-        return t.binary(operation, x, y, kind)
-
-    return spelled
-
-
-def shift(operation: str, sign: str) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any, y: Any) -> Symbol:
-        x, y = t.operand(x), t.operand(y)
-        kind = t.common_kind(x, y)
-        if CATEGORY[kind] != INT:
-            refuse(f"`{sign}` on a {kind}", sign, "Shifts take integers.")
-        return t.binary(operation, x, y, kind)
-
-    return spelled
-
-
-def bitwise_not(t: Tracer, x: Any) -> Symbol:
-    x = t.symbol(x)
-    if CATEGORY[x.kind] == FLOAT:
-        refuse("`~` on a float", "~", "Compare first: `~` negates a condition.")
-    return t.unary("not", x)
-
-
-def comparison(operation: str) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any, y: Any) -> Symbol:
-        x, y = t.operand(x), t.operand(y)
-        return t.binary(operation, x, y, t.common_kind(x, y), "bool")
-
-    return spelled
 
 
 def truth(t: Tracer, x: Any) -> Symbol:
@@ -235,10 +210,16 @@ def logical(operation: str) -> Callable[..., Symbol]:
     return spelled
 
 
+for _operation in ("and", "or", "xor"):
+    SPELLED[f"logical_{_operation}"] = logical(_operation)
+
+
+@SPELLED.named("logical_not")
 def logical_not(t: Tracer, x: Any) -> Symbol:
     return t.unary("not", truth(t, x))
 
 
+@OWN.named("where")
 def where(t: Tracer, condition: Any, x: Any = None, y: Any = None) -> Symbol:
     if x is None or y is None:
         refuse("torch.where with one argument", "torch.where", "Give both values.")
@@ -256,6 +237,7 @@ def where_method(t: Tracer, x: Any, condition: Any, y: Any) -> Symbol:
     return where(t, condition, x, y)
 
 
+@SPELLED.named("masked_fill")
 def masked_fill(t: Tracer, x: Any, mask: Any, value: Any) -> Symbol:
     x, mask = t.symbol(x), t.symbol(mask)
     if mask.kind != "bool":
@@ -265,6 +247,7 @@ def masked_fill(t: Tracer, x: Any, mask: Any, value: Any) -> Symbol:
     return t.where(mask, value, x, x.kind)
 
 
+@SPELLED.named("clamp", "clip")
 def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
     if min is None and max is None:
         refuse("torch.clamp without bounds", "torch.clamp", "Give min, max or both.")
@@ -349,10 +332,12 @@ def sharing(t: Tracer, operation: str, x: Symbol, y: Symbol) -> Symbol:
     return t.binary(operation, x, y, x.kind)
 
 
+@SPELLED.named("clamp_min")
 def clamp_min(t: Tracer, x: Any, min: Any) -> Symbol:
     return clamp(t, x, min)
 
 
+@SPELLED.named("clamp_max")
 def clamp_max(t: Tracer, x: Any, max: Any) -> Symbol:
     return clamp(t, x, None, max)
 
@@ -377,25 +362,11 @@ def extremum(operation: str, on_bools: str) -> Callable[..., Symbol]:
     return spelled
 
 
-maximum = extremum("maximum", "or")
-minimum = extremum("minimum", "and")
+OWN["maximum"] = extremum("maximum", "or")
+OWN["minimum"] = extremum("minimum", "and")
 
 
-def unary_float(operation: str) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any) -> Symbol:
-        return t.floating(operation, x)
-
-    return spelled
-
-
-def rounding(operation: str) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any) -> Symbol:
-        x = t.symbol(x)
-        return x if CATEGORY[x.kind] == INT else t.unary(operation, x)
-
-    return spelled
-
-
+@OWN.named("round")
 def round_to(t: Tracer, x: Any, *, decimals: int = 0) -> Symbol:
     x = t.symbol(x)
     if CATEGORY[x.kind] != FLOAT:
@@ -413,33 +384,35 @@ def round_to(t: Tracer, x: Any, *, decimals: int = 0) -> Symbol:
     return t.as_kind(rounded, kind)
 
 
+@OWN.named("sign")
 def sign(t: Tracer, x: Any) -> Symbol:
     x = t.symbol(x)
     return x if x.kind == "bool" else t.unary("sign", x)
 
 
-def atan2(t: Tracer, x: Any, y: Any) -> Symbol:
-    x, y = t.operand(x), t.operand(y)
-    return t.binary("atan2", x, y, floating_kind(t, x, y))
-
-
+@SPELLED.named("isnan")
 def is_nan(t: Tracer, x: Any) -> Symbol:
     x = t.symbol(x)
     return t.binary("ne", x, x, x.kind, "bool")
 
 
-def is_infinite(which: str) -> Callable[..., Symbol]:
+def is_infinite(bound: float, sided: bool) -> Callable[..., Symbol]:
     def spelled(t: Tracer, x: Any) -> Symbol:
         x = t.symbol(x)
         if CATEGORY[x.kind] != FLOAT:
             return t.constant(False, "bool")
-        value = t.unary("abs", x) if which == "both" else x
-        bound = t.constant(float("-inf") if which == "negative" else float("inf"), x.kind)
-        return t.binary("eq", value, bound, x.kind, "bool")
+        value = x if sided else t.unary("abs", x)
+        return t.binary("eq", value, t.constant(bound, x.kind), x.kind, "bool")
 
     return spelled
 
 
+SPELLED["isinf"] = is_infinite(math.inf, sided=False)
+SPELLED["isposinf"] = is_infinite(math.inf, sided=True)
+SPELLED["isneginf"] = is_infinite(-math.inf, sided=True)
+
+
+@SPELLED.named("isfinite")
 def is_finite(t: Tracer, x: Any) -> Symbol:
     x = t.symbol(x)
     if CATEGORY[x.kind] != FLOAT:
@@ -447,14 +420,12 @@ def is_finite(t: Tracer, x: Any) -> Symbol:
     return t.binary("lt", t.unary("abs", x), t.constant(float("inf"), x.kind), x.kind, "bool")
 
 
+@SPELLED.named("isclose")
 def is_close(
     t: Tracer, x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Symbol:
     x, y = t.symbol(x), t.symbol(y)
     difference = absolute(t, subtract(t, x, y))
     allowed = add(t, multiply(t, absolute(t, y), rtol), atol)
-    near = bitwise("and", "&")(t, comparison("le")(t, difference, allowed), is_finite(t, y))
-    near = bitwise("or", "|")(t, near, comparison("eq")(t, x, y))
-    if equal_nan:
-        near = bitwise("or", "|")(t, near, bitwise("and", "&")(t, is_nan(t, x), is_nan(t, y)))
-    return near
+    near = ((difference <= allowed) & is_finite(t, y)) | (x == y)
+    return near | (is_nan(t, x) & is_nan(t, y)) if equal_nan else near

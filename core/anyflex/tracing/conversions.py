@@ -8,33 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.mod_graph.operations import DTYPE_NAMES
+from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.tensors.symbolic_numbers import INTS, NUMBERS, SYMBOLIC
-from anyflex.tracing.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
+from anyflex.tracing.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Spellings, Symbol
 from anyflex.tracing.trace_errors import NUMPY, refuse
 from anyflex.tracing.tracer import Tracer
 
-__all__ = [
-    "FACTORIES",
-    "cast_to",
-    "detach",
-    "dropout",
-    "elements",
-    "factory",
-    "filled",
-    "get_item",
-    "is_floating",
-    "kind_named",
-    "like",
-    "never",
-    "new",
-    "new_tensor",
-    "same",
-    "select",
-    "to",
-    "type_as",
-    "type_of",
-]
+__all__ = ["FACTORIES", "SPELLED", "get_item"]
+
+SPELLED = Spellings()
+"""Name in torch, Tensor or torch.nn.functional -> its spelling."""
 
 
 def cast_to(dtype: torch.dtype) -> Callable[..., Symbol]:
@@ -53,6 +36,7 @@ def kind_named(dtype: Any) -> str:
     return kind
 
 
+@SPELLED.named("to")
 def to(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Symbol:
     x = t.symbol(x)
     for target in [*args, *kwargs.values()]:
@@ -65,20 +49,19 @@ def to(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Symbol:
     return x
 
 
+@SPELLED.named("type")
 def type_of(t: Tracer, x: Any, dtype: Any = None) -> Symbol:
     return t.as_kind(t.symbol(x), kind_named(dtype))
 
 
+@SPELLED.named("type_as")
 def type_as(t: Tracer, x: Any, other: Any) -> Symbol:
     return to(t, x, other)
 
 
+@SPELLED.named("clone", "contiguous")
 def same(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Symbol:
     return t.symbol(x)
-
-
-def detach(t: Tracer, x: Any) -> Symbol:
-    return t.unary("detach", x)
 
 
 def like(value: float | None) -> Callable[..., Symbol]:
@@ -140,6 +123,23 @@ def factory(value: float | None) -> Callable[..., Any]:
     return spelled
 
 
+SPELLED.update(
+    zeros_like=like(0),
+    ones_like=like(1),
+    full_like=like(None),
+    new_zeros=new(0),
+    new_ones=new(1),
+    new_full=new(None),
+    float=cast_to(torch.float32),
+    double=cast_to(torch.float64),
+    half=cast_to(torch.float16),
+    bfloat16=cast_to(torch.bfloat16),
+    int=cast_to(torch.int32),
+    long=cast_to(torch.int64),
+    short=cast_to(torch.int16),
+    bool=cast_to(torch.bool),
+)
+
 FACTORIES: dict[Any, Callable[..., Any]] = {
     torch.tensor: factory(None),
     torch.scalar_tensor: factory(None),
@@ -150,24 +150,29 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
 """Functions that make a scalar constant; they answer NotImplemented for anything else."""
 
 
+@SPELLED.named("is_floating_point")
 def is_floating(t: Tracer, x: Any) -> bool:
     return CATEGORY[t.symbol(x).kind] == FLOAT
 
 
+@SPELLED.named("is_complex")
 def never(t: Tracer, x: Any) -> bool:
     return False
 
 
+@SPELLED.named("numel")
 def elements(t: Tracer, x: Any) -> int:
     return 1
 
 
+@SPELLED.named("new_tensor")
 def new_tensor(t: Tracer, x: Any, data: Any, *, dtype: Any = None, **_: Any) -> Symbol:
     if isinstance(data, Symbol):
         refuse("a copy of a symbol by new_tensor", "new_tensor", "Use `.clone()`.")
     return new(None)(t, x, (), data, dtype=dtype)
 
 
+@SPELLED.named("dropout")
 def dropout(
     t: Tracer, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
@@ -189,5 +194,6 @@ def get_item(t: Tracer, tensor: Any, index: Any) -> Any:
     return t.read(tensor, index)
 
 
+@SPELLED.named("select")
 def select(t: Tracer, tensor: Any, dim: int, index: Any) -> Any:
     return t.read(tensor, (*([slice(None)] * (dim % tensor.dim())), index))

@@ -11,13 +11,13 @@ locks, logging or frame inspection, and finds operations in a dictionary keyed b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from anyflex.errors import ModTraceError
-from anyflex.mod_graph.operations import DTYPES
+from anyflex.mod_graph.dtypes import DTYPES
 from anyflex.tensors.symbolic_numbers import INTS
 from anyflex.tracing.trace_errors import (
     BRANCH,
@@ -32,6 +32,7 @@ __all__ = [
     "CATEGORY",
     "SPELLINGS",
     "PartialRead",
+    "Spellings",
     "Symbol",
     "SymbolTracer",
     "dispatch",
@@ -50,6 +51,21 @@ INDEX_KINDS = {"i8": True, "i16": True, "i32": True, "i64": True}
 
 SPELLINGS: dict[Any, Callable[..., Any]] = {}
 """Torch function -> what it appends; filled by `anyflex.tracing.torch_functions`."""
+
+Spelling = TypeVar("Spelling", bound=Callable[..., Any])
+
+
+class Spellings(dict[str, Callable[..., Any]]):
+    """Table of spellings by name, to which functions enter themselves."""
+
+    def named(self, *names: str) -> Callable[[Spelling], Spelling]:
+        """Return a decorator that enters a function under these names."""
+
+        def enter(function: Spelling) -> Spelling:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return enter
 
 
 class SymbolTracer(Protocol):

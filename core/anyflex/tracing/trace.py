@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ArgumentTypeError, ModTraceError
-from anyflex.mod_graph.operations import DTYPE_NAMES
+from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.symbolic_numbers import NUMBERS
 from anyflex.tensors.torch_versions import functorch_level

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from anyflex.mod_graph.operations import DTYPE_NAMES
+from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.symbol import Symbol

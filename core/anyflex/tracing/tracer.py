@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ModTraceError
-from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
+from anyflex.mod_graph.dtypes import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.torch_derivatives import integer_clamp_saturates
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.symbolic_numbers import INTS, NUMBERS, SYMBOLIC

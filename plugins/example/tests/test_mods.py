@@ -9,7 +9,7 @@ from anyflex.plugin import CapturedFacts, Spec, parse_graph
 
 
 def test_the_table_lacks_no_operation() -> None:
-    assert TORCH.missing() == []
+    assert TORCH.problems() == []
 
 
 def test_a_mod_becomes_the_source_of_two_functions() -> None:

@@ -97,7 +97,7 @@ def test_an_operation_has_torch_s_meaning(
 
 
 def test_the_table_lacks_no_operation() -> None:
-    assert FLASH4.missing() == []
+    assert FLASH4.problems() == []
 
 
 def test_captured_tensors_are_read_within_bounds_and_numbers_come_from_the_call(

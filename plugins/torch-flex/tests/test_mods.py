@@ -13,7 +13,7 @@ from anyflex.plugin import CapturedFacts, Spec, parse_graph
 
 
 def test_the_table_lacks_no_operation() -> None:
-    assert TORCH_FLEX.missing() == []
+    assert TORCH_FLEX.problems() == []
 
 
 def test_a_mod_becomes_a_function_that_reads_its_captured_tensor_within_bounds() -> None:

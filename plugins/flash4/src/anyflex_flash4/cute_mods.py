@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from anyflex_flash4.operations import FUNCTIONS, Operations
+from anyflex_flash4.operations import Operations
 
 __all__ = ["CuteMods"]
 
@@ -60,12 +60,10 @@ class CuteMods:
 
     def _operations(self) -> Operations:
         types = {name: getattr(self._cutlass, cute) for name, cute in _TYPES.items()}
-        names = [*FUNCTIONS, "fmod", "pow", "atan2"]
-        functions = {name: self._function(_OTHER_NAMES.get(name, name)) for name in names}
-        return Operations(types, self._select, functions)
+        return Operations(types, self._select, self._function)
 
     def _function(self, name: str) -> Callable[..., Any]:
-        function = getattr(self._cute.math, name)
+        function = getattr(self._cute.math, _OTHER_NAMES.get(name, name))
         wide = (self._cutlass.Float32, self._cutlass.Float64)
 
         def called(*operands: Any) -> Any:

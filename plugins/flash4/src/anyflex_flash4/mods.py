@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from anyflex.plugin import (
     simplify,
 )
 from anyflex_flash4.block_lists import fits_tiles
-from anyflex_flash4.operations import FUNCTIONS
 
 __all__ = [
     "FLASH4",
@@ -57,18 +55,7 @@ def _converter(dtype: torch.dtype) -> str:
 
 
 def _const(program: _Program, node: Node, operands: Sequence[str]) -> str:
-    value = node.attribute
-    assert isinstance(value, (bool, int, float))
-    if node.dtype.is_floating_point:
-        # A number beyond the type's range becomes infinite.
-        if abs(value) > torch.finfo(node.dtype).max:
-            value = math.copysign(math.inf, value)
-        text = repr(float(value))
-    elif node.dtype is torch.bool:
-        text = repr(bool(value))
-    else:
-        text = repr(int(value))
-    return _emit(program, node, f"{_converter(node.dtype)}({text})")
+    return _emit(program, node, f"{_converter(node.dtype)}({node.value!r})")
 
 
 def _number(program: _Program, node: Node, operands: Sequence[str]) -> str:
@@ -111,14 +98,15 @@ def _typed(call: str) -> Callable[[_Program, Node, Sequence[str]], str]:
 _ORDER = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
-def _function(name: str) -> str:
-    return f"{{type}}(ops.call({name!r}, {{0}}))"
-
+_FUNCTIONS = (
+    "floor ceil round trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos "
+    "atan sinh cosh tanh asinh acosh atanh erf erfc"
+).split()
 
 FLASH4: Lowering[_Program, str] = Lowering(
     "FlashAttention-4",
     {
-        **{name: _function(name) for name in FUNCTIONS},
+        **{name: f"{{type}}(ops.call({name!r}, {{0}}))" for name in _FUNCTIONS},
         "input": "{type}({attribute})",
         "number": _number,
         "const": _const,

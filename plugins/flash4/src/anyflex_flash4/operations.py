@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["FUNCTIONS", "Operations"]
-
-FUNCTIONS = (
-    "floor ceil round trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos "
-    "atan sinh cosh tanh asinh acosh atanh erf erfc"
-).split()
-"""Names of the functions of one number that the target has."""
+__all__ = ["Operations"]
 
 
 class Operations:
@@ -27,17 +21,17 @@ class Operations:
     Args:
         types: name of a type -> what converts to it: ``"f32"``.
         select: (bool, a, b) -> a where true, else b; a and b have one type.
-        functions: the target's `FUNCTIONS`, and ``fmod``, ``pow``, ``atan2``.
+        function: name of an elementary function -> the target's function.
     """
 
     def __init__(
         self,
         types: Mapping[str, Callable[[Any], Any]],
         select: Callable[[Any, Any, Any], Any],
-        functions: Mapping[str, Callable[..., Any]],
+        function: Callable[[str], Callable[..., Any]],
     ) -> None:
         self.select = select
-        self.functions = functions
+        self.function = function
         for name, convert in types.items():
             setattr(self, name, convert)
         self.i64 = types["i64"]
@@ -54,9 +48,9 @@ class Operations:
         index = self.select(index >= size, size - self.i64(1), index)
         return self.select(index < zero, zero, index)
 
-    def call(self, function: str, *operands: Any) -> Any:
+    def call(self, name: str, *operands: Any) -> Any:
         """One of the target's functions. Half-precision types are computed as float32."""
-        return self.functions[function](*operands)
+        return self.function(name)(*operands)
 
     def floordiv(self, convert: Callable[[Any], Any], a: Any, b: Any) -> Any:
         """Divide integers, rounding down. Division by 0 gives an arbitrary value."""

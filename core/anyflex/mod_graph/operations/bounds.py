@@ -1,0 +1,75 @@
+"""Arithmetic on bounds of ranges: Python ints, exact at any size, or tensors with one bound a
+cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bounds", "End", "choose", "corners", "greater", "hull", "lesser", "rising", "sign_of"]
+
+End: TypeAlias = int | Tensor
+Bounds: TypeAlias = "Callable[..., tuple[End, End] | None]"
+"""Function of (low, high) of each operand, all flat, that returns (low, high) of the result, or
+None where it is unknown."""
+
+_WIDENING = 8
+"""Units in the last place by which torch's vector functions may stray from a monotone curve."""
+
+
+def lesser(a: End, b: End) -> End:
+    """Return the smaller end."""
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def greater(a: End, b: End) -> End:
+    """Return the larger end."""
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def hull(*ends: End) -> tuple[End, End]:
+    """Return the smallest and the largest."""
+    low = high = ends[0]
+    for end in ends[1:]:
+        low, high = lesser(low, end), greater(high, end)
+    return low, high
+
+
+def corners(apply: Callable[[Any, Any], Any], a: End, b: End, c: End, d: End) -> tuple[End, End]:
+    """Return the hull of a function that is monotone in each of two operands."""
+    seconds = (c,) if c is d else (c, d)
+    return hull(*(apply(first, second) for first in (a, b) for second in seconds))
+
+
+def choose(flag: bool | Tensor, a: End, b: End) -> End:
+    """Return `a` where the flag holds, else `b`."""
+    if isinstance(flag, Tensor):
+        return torch.where(flag, a, b)
+    return a if flag else b
+
+
+def sign_of(end: End) -> End:
+    """Return -1, 0 or 1."""
+    return torch.sign(end) if isinstance(end, Tensor) else (end > 0) - (end < 0)
+
+
+def rising(function: Callable[[Tensor], Tensor], *, exact: bool = False) -> Bounds:
+    """Bounds of a function that rises everywhere: its values at the ends, widened unless torch
+    computes it exactly."""
+
+    def bounds(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = function(a), function(b)
+        if exact:
+            return low, high
+        slack = _WIDENING * torch.finfo(low.dtype).eps
+        least = torch.finfo(low.dtype).tiny
+        return low - low.abs() * slack - least, high + high.abs() * slack + least
+
+    return bounds
