@@ -36,6 +36,7 @@ from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
 from anyflex.mod_graph.dtypes import DTYPES, type_class
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import ModGraph, parse_graph
+from anyflex.mod_graph.integer_ranges import IntegerRange, integer_ranges
 from anyflex.mod_graph.lowering import Lowering, operand_classes
 from anyflex.mod_graph.mkl_warmup import make_first_calls
 from anyflex.mod_graph.node import Node
@@ -71,6 +72,7 @@ __all__ = [
     "GradInputs",
     "Grads",
     "IndexLists",
+    "IntegerRange",
     "Kernel",
     "Lowering",
     "MaskViews",
@@ -91,6 +93,7 @@ __all__ = [
     "evaluate",
     "free_in_child",
     "hookimpl",
+    "integer_ranges",
     "isolated",
     "make_first_calls",
     "operand_classes",

@@ -17,9 +17,9 @@ from anyflex import plugin
 NAMES = """
     CONTRACT CONTRACT_1_FIELDS CONTRACT_MIN DTYPES FULL OPERATIONS PARTIAL Accepted Alignment
     AnyflexError ArgumentError Artifacts Backend BackendRefused Call Capabilities CapturedFacts
-    Decision Derivative GradInputs Grads IndexLists Kernel Lowering MaskViews ModGraph
+    Decision Derivative GradInputs Grads IndexLists IntegerRange Kernel Lowering MaskViews ModGraph
     ModIndexError Node Option Outputs PerformanceWarning PluginError ProgressLine Rejected Saved
-    Scatter Spec TensorSpec differentiate evaluate free_in_child hookimpl isolated
+    Scatter Spec TensorSpec differentiate evaluate free_in_child hookimpl integer_ranges isolated
     make_first_calls operand_classes parse_graph register register_hooks simplify simplify_nodes
     type_class
 """.split()

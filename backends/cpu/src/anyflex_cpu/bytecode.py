@@ -6,8 +6,6 @@ operation; int64 in int32 where it is proven to fit (`anyflex_cpu.index_ranges`)
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -221,20 +219,7 @@ def _number(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
 
 
 def _const(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
-    value = node.attribute
-    assert isinstance(value, (bool, int, float))
-    if node.dtype is torch.bool:
-        return context.steps.constant("p", bool(value))
-    if node.dtype.is_floating_point:
-        # A number beyond the type's range becomes infinite.
-        if abs(value) > torch.finfo(node.dtype).max:
-            value = math.copysign(math.inf, value)
-        # Shortcut for float32, the usual type: making a tensor takes several times as long.
-        if node.dtype is torch.float32:
-            value = ctypes.c_float(value).value
-        else:
-            value = torch.tensor(value, dtype=node.dtype, device="cpu").item()
-    return context.steps.constant(context.kind(node), value)
+    return context.steps.constant(context.kind(node), node.value)
 
 
 def _load(context: _Context, node: Node, operands: Sequence[Value]) -> Value:

@@ -13,9 +13,8 @@ from typing import Protocol
 
 import torch
 
-from anyflex.plugin import Lowering, Node
+from anyflex.plugin import IntegerRange, Lowering, Node
 from anyflex_cpu import elementary_ir as elementary
-from anyflex_cpu.index_ranges import Range
 from anyflex_cpu.integer_ir import INTEGERS, whole_power
 from anyflex_cpu.libm_ir import angle_function, float_remainder, library_function
 from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
@@ -48,7 +47,7 @@ class Scope(Protocol):
     nodes: Sequence[Node]
     result_type: str
 
-    def range(self, position: int) -> Range | None:
+    def range(self, position: int) -> IntegerRange | None:
         """Known range of an integer node."""
 
     def leaf(self, node: Node) -> Value:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Node, type_class
+from anyflex.plugin import IntegerRange, Node
 from anyflex_cpu import structs
 from anyflex_cpu.captured_ir import (
     Index,
@@ -22,7 +22,7 @@ from anyflex_cpu.captured_ir import (
     read,
 )
 from anyflex_cpu.graph_stages import PAIR, ROW, TILE, Stages
-from anyflex_cpu.index_ranges import Limits, Range, fits_int32, ranges
+from anyflex_cpu.index_ranges import Limits, fits_int32, ranges
 from anyflex_cpu.llvm_lowering import LLVM, carrier
 from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
 from anyflex_cpu.narrow_floats_ir import round_to
@@ -104,7 +104,7 @@ class NodeLowering:
         """Type of columns and of offsets into captured tensors."""
         return "i64" if self.wide else "i32"
 
-    def range(self, position: int) -> Range | None:
+    def range(self, position: int) -> IntegerRange | None:
         return self.ranges[position]
 
     def carrier(self, position: int) -> str:
@@ -236,14 +236,7 @@ class NodeLowering:
         return value
 
     def _constant(self, node: Node, type_: str) -> Value:
-        value = node.attribute
-        assert isinstance(value, (bool, int, float))
-        if type_class(node.dtype) == "float":
-            if abs(value) > torch.finfo(node.dtype).max:
-                value = math.copysign(math.inf, value)
-            # Rounds as torch does.
-            value = torch.full((), value, dtype=node.dtype, device="cpu").item()
-        return self.emitter.constant(type_, value)
+        return self.emitter.constant(type_, node.value)
 
     def _number(self, node: Node) -> Value:
         e = self.emitter

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Lowering, Node, Spec, simplify
+from anyflex.plugin import IntegerRange, Lowering, Node, Spec, integer_ranges, simplify
 
 __all__ = [
     "ARGUMENTS",
@@ -63,102 +63,13 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 # Ranges: which int64 values fit int32
 
 
-class _Range(NamedTuple):
-    """low <= value <= high."""
-
-    low: int
-    high: int
-
-
-def _corners(x: _Range, y: _Range, apply: Callable[[int, int], int]) -> _Range:
-    values = [apply(i, j) for i in x for j in y]
-    return _Range(min(values), max(values))
-
-
-def _modulo(x: _Range, y: _Range) -> _Range | None:
-    if x.low >= 0 and y.low > 0:
-        return _Range(0, min(x.high, y.high - 1))
-    return _Range(min(y.low + 1, 0), max(y.high - 1, 0)) if y.low > 0 or y.high < 0 else None
-
-
-def _bits(x: _Range, y: _Range) -> _Range:
-    """Return a range by bits: no result has more of them than the longer operand."""
-    bits = max(max(end, ~end).bit_length() for side in (x, y) for end in side)
-    return _Range(0 if min(x.low, y.low) >= 0 else -(1 << bits), (1 << bits) - 1)
-
-
-_RANGE_RULES: dict[str, Callable[..., _Range | None]] = {
-    "add": lambda x, y: _Range(x.low + y.low, x.high + y.high),
-    "sub": lambda x, y: _Range(x.low - y.high, x.high - y.low),
-    "mul": lambda x, y: _corners(x, y, lambda i, j: i * j),
-    "floordiv": lambda x, y: _corners(x, y, lambda i, j: i // j) if y.low > 0 else None,
-    "mod": _modulo,
-    "neg": lambda x: _Range(-x.high, -x.low),
-    "abs": lambda x: _Range(0 if x.low <= 0 <= x.high else min(map(abs, x)), max(map(abs, x))),
-    "sign": lambda x: _Range(-1, 1),
-    "minimum": lambda x, y: _Range(min(x.low, y.low), min(x.high, y.high)),
-    "maximum": lambda x, y: _Range(max(x.low, y.low), max(x.high, y.high)),
-    "and": lambda x, y: _Range(0, y.high) if y.low >= 0 else _bits(x, y),
-    "or": _bits,
-    "xor": _bits,
-    "not": lambda x: _Range(~x.high, ~x.low),
-    "shl": lambda x, y: (
-        _corners(x, y, lambda i, j: i << j) if y.low >= 0 and y.high < 32 else None
-    ),
-    "shr": lambda x, y: _Range(min(x.low, 0), max(x.high, 0)),
-    "where": lambda c, x, y: _Range(min(x.low, y.low), max(x.high, y.high)),
-    "cast": lambda x: x,
-    "detach": lambda x: x,
-}
-
-
-def _ranges(nodes: Sequence[Node], spec: Spec) -> dict[Node, _Range]:
-    """Return ranges of integers and bools that hold for any values of the captured tensors.
-
-    A range lies inside the node's type: nothing in it has wrapped.
-    """
-    longest = LONGEST[spec.index_width] + (1 << 10)
-    known: dict[Node, _Range] = {}
-    for node in nodes:
-        if node.dtype.is_floating_point:
-            continue
-        operands = [known.get(nodes[argument]) for argument in node.arguments]
-        found = None
-        if node.operation == "input":
-            indices = node.attribute in ("q_idx", "kv_idx")
-            found = _Range(0, (longest if indices else MOST_HEADS) - 1)
-        elif node.operation == "const":
-            found = _Range(int(_held(node)), int(_held(node)))
-        elif node.operation == "mod" and operands[1] is not None:
-            found = _modulo(operands[0] or _whole(torch.int64), operands[1])
-        elif node.operation in _RANGE_RULES and None not in operands:
-            found = _RANGE_RULES[node.operation](*operands)
-        whole = _whole(node.dtype)
-        if found is not None and whole.low <= found.low and found.high <= whole.high:
-            known[node] = found
-        elif node.dtype is not torch.int64:
-            known[node] = whole
-    return known
-
-
-def _whole(dtype: torch.dtype) -> _Range:
-    if dtype is torch.bool:
-        return _Range(0, 1)
-    limits = torch.iinfo(dtype)
-    return _Range(limits.min, limits.max)
-
-
-def _held(node: Node) -> int | float:
-    """Return a constant's value in its type."""
-    value = node.attribute
-    assert isinstance(value, (bool, int, float))
-    if node.dtype is torch.bool:
-        return bool(value)
-    if not node.dtype.is_floating_point:
-        return int(value)
-    if abs(value) > torch.finfo(node.dtype).max:
-        return math.copysign(math.inf, value)
-    return float(torch.tensor(value, dtype=node.dtype).item())
+def _ranges(nodes: Sequence[Node], spec: Spec) -> dict[Node, IntegerRange]:
+    """Return the known ranges of integers and bools."""
+    indices = IntegerRange(0, LONGEST[spec.index_width] + (1 << 10) - 1)
+    heads = IntegerRange(0, MOST_HEADS - 1)
+    inputs = {"b": heads, "h": heads, "q_idx": indices, "kv_idx": indices}
+    found = zip(nodes, integer_ranges(nodes, inputs), strict=True)
+    return {node: range_ for node, range_ in found if range_ is not None}
 
 
 def dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
@@ -203,7 +114,7 @@ class ModProgram:
     """
 
     nodes: Sequence[Node]
-    ranges: Mapping[Node, _Range]
+    ranges: Mapping[Node, IntegerRange]
     needs: Mapping[Node, frozenset[str]]
     first_size: tuple[int, ...]
     first_number: int
@@ -244,8 +155,8 @@ class ModProgram:
     def type_of(self, node: Node) -> str:
         """Return the type that holds the node's value."""
         if node.dtype is torch.int64 and node in self.ranges:
-            found, narrow = self.ranges[node], _whole(torch.int32)
-            if narrow.low <= found.low and found.high <= narrow.high:
+            low, high = self.ranges[node]
+            if low >= -(1 << 31) and high < 1 << 31:
                 return "int32"
         return _TYPES[node.dtype]
 
@@ -257,7 +168,7 @@ class ModProgram:
         """Return the value of an integer constant, or None for another node."""
         node = self.nodes[position]
         whole = node.operation == "const" and not node.dtype.is_floating_point
-        return int(_held(node)) if whole else None
+        return int(node.value) if whole else None
 
     def full(self, value: str, type_: str) -> str:
         return self.emit(f"{LANGUAGE}.full((), {value}, {LANGUAGE}.{type_})", type_)
@@ -337,7 +248,7 @@ def _input(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 
 
 def _const(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
-    value, type_ = _held(node), program.type_of(node)
+    value, type_ = node.value, program.type_of(node)
     if isinstance(value, float) and not math.isfinite(value):
         return program.full(f'float("{value}")', type_)
     if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0:
@@ -493,7 +404,7 @@ def _power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     text = "ops.power({0}, {1})"
     # torch takes no square roots for float16: they differ for -0.0 and -infinity.
     if exponent.operation == "const" and node.dtype is not torch.float16:
-        text = _POWERS.get(_held(exponent), text)
+        text = _POWERS.get(exponent.value, text)
     return _plain(text)(program, node, operands)
 
 
@@ -538,7 +449,7 @@ def _tanh(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
 def _cancels(node: Node) -> bool:
     """Whether a factor can be dropped where it is divided by again: it must be a constant whose
     products hardly overflow, neither 0 nor infinite, for which torch gives NaN."""
-    return node.operation == "const" and 2.0**-32 < abs(_held(node)) < 2.0**32
+    return node.operation == "const" and 2.0**-32 < abs(node.value) < 2.0**32
 
 
 def _float_product(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
@@ -701,5 +612,5 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
             if other.operation not in ("const", "number") or not adds_up(reader):
                 return ()
             known = other.operation == "const"
-            factors.append(float(_held(other)) if known else str(other.attribute))
+            factors.append(float(other.value) if known else str(other.attribute))
     return tuple(factors)

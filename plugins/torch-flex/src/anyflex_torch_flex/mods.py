@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from anyflex.plugin import DTYPES, Lowering, ModGraph, Node, Spec, differentiate, simplify
 
@@ -42,18 +39,8 @@ def _emit(lines: Lines, node: Node, text: str) -> str:
 
 
 def _const(lines: Lines, node: Node, operands: Sequence[str]) -> str:
-    value = node.attribute
-    assert isinstance(value, (bool, int, float))
-    if node.dtype.is_floating_point:
-        # A number beyond the type's range becomes infinite.
-        if abs(value) > torch.finfo(node.dtype).max:
-            value = math.copysign(math.inf, value)
-        text = repr(float(value))
-    elif node.dtype is torch.bool:
-        text = repr(bool(value))
-    else:
-        text = repr(int(value))
-    return _emit(lines, node, f"torch.full((), {text}, dtype={node.dtype}, device=h.device)")
+    kind = f"dtype={node.dtype}, device=h.device"
+    return _emit(lines, node, f"torch.full((), {node.value!r}, {kind})")
 
 
 def _number(lines: Lines, node: Node, operands: Sequence[str]) -> str:
