@@ -1,5 +1,5 @@
-"""Rules for integers: wrapping arithmetic, division that rounds down and never traps, shifts by
-any amount."""
+"""Rules for integers that aren't one instruction: division that rounds down and never traps,
+shifts by any amount."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["INTEGERS", "whole_power"]
 
 _Rule = Callable[["Scope", Node, Sequence[Value]], Value]
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _is_signed(scope: Scope, node: Node) -> bool:
     return scope.nodes[node.arguments[0]].dtype is not torch.uint8
-
-
-def _plain(name: str) -> _Rule:
-    return lambda scope, node, operands: scope.emitter.op(name, *operands)
 
 
 def _extremum(name: str) -> _Rule:
@@ -35,24 +30,6 @@ def _extremum(name: str) -> _Rule:
         return scope.emitter.intrinsic(kind + name, *operands)
 
     return rule
-
-
-def _comparison(name: str) -> _Rule:
-    def rule(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-        kind = "s" if _is_signed(scope, node) else "u"
-        return scope.emitter.compare(
-            name if name in ("eq", "ne") else kind + name, operands[0], operands[1]
-        )
-
-    return rule
-
-
-def _neg(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.negate(operands[0])
-
-
-def _not(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.invert(operands[0])
 
 
 def _abs(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
@@ -193,24 +170,16 @@ def _called_power(e: Emitter, x: Value, y: Value) -> Value:
 
 
 INTEGERS: dict[str, _Rule] = {
-    "add:int": _plain("add"),
-    "sub:int": _plain("sub"),
-    "mul:int": _plain("mul"),
     "floordiv:int": _division("floordiv"),
     "mod:int": _division("mod"),
     "fmod:int": _division("fmod"),
     "pow:int": _power,
     "minimum:int": _extremum("min"),
     "maximum:int": _extremum("max"),
-    "neg:int": _neg,
     "abs:int": _abs,
     "sign:int": _sign,
-    "and:int": _plain("and"),
-    "or:int": _plain("or"),
-    "xor:int": _plain("xor"),
-    "not:int": _not,
     "shl:int": _shl,
     "shr:int": _shr,
-    **{f"{name}:int": _comparison(name) for name in _COMPARISONS},
 }
-"""``"operation:int"`` -> rule. Operands and result have one type."""
+"""``"operation:int"`` -> rule, of operations that have other rules for floats. Operands and result
+have one type."""

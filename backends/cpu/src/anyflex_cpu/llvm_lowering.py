@@ -62,22 +62,17 @@ _Rule = Callable[[Scope, Node, Sequence[Value]], Value]
 
 def _constant(scope: Scope, position: int) -> int | float | None:
     node = scope.nodes[position]
-    if node.operation != "const":
-        return None
-    assert isinstance(node.attribute, (bool, int, float))
-    return node.attribute
+    return node.value if node.operation == "const" else None
 
 
-def _leaf(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.leaf(node)
+def _emitted(method: str, *names: str) -> _Rule:
+    """Make a rule of a method of `Emitter` that takes these names, then the operands."""
 
+    def rule(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+        value: Value = getattr(scope.emitter, method)(*names, *operands)
+        return value
 
-def _load(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.read(node, operands)
-
-
-def _float_op(name: str) -> _Rule:
-    return lambda scope, node, operands: scope.emitter.op(name, *operands)
+    return rule
 
 
 def _divide(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
@@ -86,7 +81,6 @@ def _divide(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     divisor = _constant(scope, node.arguments[1])
     if not (e.vector and e.fused and x.type == "float" and divisor is not None):
         return e.div(x, y)
-    divisor = torch.full((), divisor, dtype=node.dtype, device="cpu").item()
     if not 2.0**-60 < abs(divisor) < 2.0**60:
         return e.div(x, y)
     # Multiplying by the reciprocal in two pieces rounds as a division does, except for quotients
@@ -120,14 +114,6 @@ def _extremum(wins: str) -> _Rule:
     return rule
 
 
-def _abs(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.intrinsic("fabs", operands[0])
-
-
-def _neg(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.negate(operands[0])
-
-
 def _sign(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     e = scope.emitter
     (x,) = operands
@@ -137,25 +123,17 @@ def _sign(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
 
 
 def _comparison(name: str) -> _Rule:
-    predicate = {"eq": "oeq", "ne": "une"}.get(name, f"o{name}")
-    return lambda scope, node, operands: scope.emitter.compare(predicate, *operands)
+    def rule(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+        dtype = scope.nodes[node.arguments[0]].dtype
+        if dtype.is_floating_point:
+            order = "u" if name == "ne" else "o"
+        elif name in ("eq", "ne"):
+            order = ""
+        else:
+            order = "u" if dtype in (torch.bool, torch.uint8) else "s"
+        return scope.emitter.compare(order + name, *operands)
 
-
-def _bool_comparison(name: str) -> _Rule:
-    predicate = name if name in ("eq", "ne") else f"u{name}"
-    return lambda scope, node, operands: scope.emitter.compare(predicate, *operands)
-
-
-def _bool_op(name: str) -> _Rule:
-    return lambda scope, node, operands: scope.emitter.op(name, *operands)
-
-
-def _not(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.invert(operands[0])
-
-
-def _rounding(name: str) -> _Rule:
-    return lambda scope, node, operands: scope.emitter.intrinsic(name, operands[0])
+    return rule
 
 
 def _remainder(e: Emitter, x: Value, y: Value) -> Value:
@@ -224,24 +202,19 @@ def _power(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     return library_function(e, "pow", x, y)
 
 
-def _atan2(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return library_function(scope.emitter, "atan2", *operands)
-
-
 def _function(name: str) -> _Rule:
     inlined = _INLINED.get(name)
 
     def rule(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
         e = scope.emitter
-        (x,) = operands
-        if inlined is not None and e.vector and x.type == "float":
-            return inlined(e, x)
-        return library_function(e, name, x)
+        if inlined is not None and e.vector and operands[0].type == "float":
+            return inlined(e, *operands)
+        return library_function(e, name, *operands)
 
     return rule
 
 
-_INLINED: dict[str, Callable[[Emitter, Value], Value]] = {
+_INLINED: dict[str, Callable[..., Value]] = {
     "exp": elementary.exponential,
     "exp2": elementary.exponential_base_2,
     "expm1": elementary.exponential_less_1,
@@ -254,10 +227,6 @@ _INLINED: dict[str, Callable[[Emitter, Value], Value]] = {
     "tanh": elementary.hyperbolic_tangent,
     "erf": elementary.error_function,
 }
-
-
-def _sqrt(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.intrinsic("sqrt", operands[0])
 
 
 def _rsqrt(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
@@ -273,14 +242,6 @@ def _sigmoid(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
         return elementary.sigmoid(e, x)
     one = e.constant(x.type, 1.0)
     return e.div(one, e.add(one, library_function(e, "exp", e.negate(x))))
-
-
-def _where(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return scope.emitter.select(*operands)
-
-
-def _same(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
-    return operands[0]
 
 
 def _cast_from_bool(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
@@ -323,13 +284,13 @@ LLVM: Lowering[Scope, Value] = Lowering(
     "LLVM",
     {
         **INTEGERS,
-        "input": _leaf,
-        "number": _leaf,
-        "const": _leaf,
-        "load": _load,
-        "add:float": _float_op("fadd"),
-        "sub:float": _float_op("fsub"),
-        "mul:float": _float_op("fmul"),
+        **dict.fromkeys(
+            ("input", "number", "const"), lambda scope, node, operands: scope.leaf(node)
+        ),
+        "load": lambda scope, node, operands: scope.read(node, operands),
+        "add": _emitted("add"),
+        "sub": _emitted("sub"),
+        "mul": _emitted("mul"),
         "truediv": _divide,
         "floordiv:float": _floordiv,
         "mod:float": _mod,
@@ -337,32 +298,25 @@ LLVM: Lowering[Scope, Value] = Lowering(
         "pow:float": _power,
         "minimum:float": _extremum("olt"),
         "maximum:float": _extremum("ogt"),
-        "atan2": _atan2,
-        "neg:float": _neg,
-        "abs:float": _abs,
+        "neg": _emitted("negate"),
+        "abs:float": _emitted("intrinsic", "fabs"),
         "sign:float": _sign,
-        **{f"{name}:bool": _bool_op(name) for name in ("and", "or", "xor")},
-        "not:bool": _not,
-        **{f"{name}:float": _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-        **{
-            f"{name}:bool": _bool_comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-        },
-        "floor": _rounding("floor"),
-        "ceil": _rounding("ceil"),
-        "round": _rounding("rint"),
-        "trunc": _rounding("trunc"),
+        **{name: _emitted("op", name) for name in ("and", "or", "xor")},
+        "not": _emitted("invert"),
+        **{name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+        "round": _emitted("intrinsic", "rint"),
+        **{name: _emitted("intrinsic", name) for name in ("floor", "ceil", "trunc", "sqrt")},
         **{
             name: _function(name)
             for name in (
-                "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
-                "asinh acosh atanh erf erfc"
+                "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh "
+                "tanh asinh acosh atanh erf erfc"
             ).split()
         },
-        "sqrt": _sqrt,
         "rsqrt": _rsqrt,
         "sigmoid": _sigmoid,
-        "where": _where,
-        "detach": _same,
+        "where": _emitted("select"),
+        "detach": lambda scope, node, operands: operands[0],
         "cast:bool": _cast_from_bool,
         "cast:int": _cast_from_int,
         "cast:float": _cast_from_float,
