@@ -28,16 +28,15 @@ def _float(t: Tracer, x: Any) -> Symbol:
     return x if CATEGORY[x.kind] == FLOAT else t.as_kind(x, t.default_float)
 
 
+def _floats(t: Tracer, x: Any, y: Any) -> tuple[Symbol, Symbol]:
+    """Return both as floating symbols of their common type."""
+    x, y = _float(t, x), _float(t, y)
+    kind = t.common_kind(x, y)
+    return t.as_kind(x, kind), t.as_kind(y, kind)
+
+
 def _const(t: Tracer, x: Symbol, value: float) -> Symbol:
     return t.constant(value, x.kind)
-
-
-def _below(t: Tracer, x: Symbol, bound: float, value: Any, otherwise: Any) -> Symbol:
-    return t.where(x <= _const(t, x, bound), value, otherwise)
-
-
-def _above(t: Tracer, x: Symbol, bound: float, value: Any, otherwise: Any) -> Symbol:
-    return t.where(x >= _const(t, x, bound), value, otherwise)
 
 
 @SPELLED.named("relu")
@@ -163,8 +162,9 @@ def tanhshrink(t: Tracer, x: Any) -> Symbol:
 @SPELLED.named("hardsigmoid")
 def hardsigmoid(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
-    middle = (x + _const(t, x, 3.0)) / _const(t, x, 6.0)
-    return _below(t, x, -3.0, _const(t, x, 0.0), _above(t, x, 3.0, _const(t, x, 1.0), middle))
+    zero, one, three = (_const(t, x, value) for value in (0.0, 1.0, 3.0))
+    middle = t.where(x >= three, one, (x + three) / _const(t, x, 6.0))
+    return t.where(x <= _const(t, x, -3.0), zero, middle)
 
 
 @SPELLED.named("hardswish")
@@ -175,7 +175,8 @@ def hardswish(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     inside = t.where(below, x, zero)
     middle = inside * (inside + three) / _const(t, x, 6.0)
     # Not the constant 0: torch multiplies, so that -inf gives NaN.
-    return _below(t, x, -3.0, t.unary("detach", x) * zero, t.where(below, middle, x))
+    at_most = x <= _const(t, x, -3.0)
+    return t.where(at_most, t.unary("detach", x) * zero, t.where(below, middle, x))
 
 
 @SPELLED.named("softshrink")
@@ -299,9 +300,7 @@ def log_add_exp2(t: Tracer, x: Any, y: Any) -> Symbol:
 
 
 def _log_add(t: Tracer, x: Any, y: Any, power: str, per_log: float) -> Symbol:
-    x, y = _float(t, x), _float(t, y)
-    kind = t.common_kind(x, y)
-    x, y = t.as_kind(x, kind), t.as_kind(y, kind)
+    x, y = _floats(t, x, y)
     high = t.where(x >= y, x, y)
     low = t.where(x >= y, y, x)
     equal_infinities = t.binary("and", x == y, is_infinite(t, x), "bool")
@@ -318,9 +317,7 @@ def is_infinite(t: Tracer, x: Any) -> Symbol:
 
 @SPELLED.named("xlogy")
 def x_log_y(t: Tracer, x: Any, y: Any) -> Symbol:
-    x, y = _float(t, x), _float(t, y)
-    kind = t.common_kind(x, y)
-    x, y = t.as_kind(x, kind), t.as_kind(y, kind)
+    x, y = _floats(t, x, y)
     zero, one = _const(t, x, 0.0), _const(t, x, 1.0)
     nothing = x == zero
     outside = t.binary("or", y <= zero, y == _const(t, x, math.inf), "bool")
@@ -334,9 +331,7 @@ def x_log_y(t: Tracer, x: Any, y: Any) -> Symbol:
 
 @SPELLED.named("hypot")
 def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
-    x, y = _float(t, x), _float(t, y)
-    kind = t.common_kind(x, y)
-    x, y = t.unary("abs", t.as_kind(x, kind)), t.unary("abs", t.as_kind(y, kind))
+    x, y = (t.unary("abs", side) for side in _floats(t, x, y))
     zero, one, infinite = (_const(t, x, value) for value in (0.0, 1.0, math.inf))
     # An infinite side wins over a NaN, and its own slopes would be NaN.
     either = t.binary("or", x == infinite, y == infinite, "bool")

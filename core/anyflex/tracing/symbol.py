@@ -322,15 +322,8 @@ class PartialRead(Traced):
         return str(self.tracer.as_kind(item, "i64").position)
 
     def refuse_use(self) -> NoReturn:
-        given = 0
-        for entry in self.entries:
-            if entry is not None:
-                given += 1
-        left = [
-            size
-            for size, entry in zip(self.tensor.shape, self.entries, strict=True)
-            if entry is None
-        ]
+        left = self.shape_left()
+        given = len(self.entries) - len(left)
         refuse(
             f"a row of shape {left} of {self.tracer.describe(self.tensor)} (rank "
             f"{len(self.entries)}, {given} of {len(self.entries)} indices given) where a scalar "

@@ -60,18 +60,22 @@ def mask_program(graph: ModGraph, operations: dict[str, int], limits: Limits = L
         operations: the library's numbers, from `anyflex_cpu.bytecode_steps.numbers`.
         limits: what calls keep to.
     """
-    context = _Context(graph.nodes, (graph.output,), limits)
-    value = BYTECODE.lower(graph.nodes, context, (graph.output,))[graph.output]
-    context.steps.write(context.as_bool(value), steps.LIVE_ROW)
-    return context.steps.encoded(steps.MASK, operations)
+    return _program(graph, steps.MASK, operations, limits)
 
 
 def score_program(graph: ModGraph, operations: dict[str, int], limits: Limits = LIMITS) -> bytes:
     """Return the program that replaces the scores of a tile; see `mask_program`."""
+    return _program(graph, steps.SCORE, operations, limits)
+
+
+def _program(graph: ModGraph, kind: int, operations: dict[str, int], limits: Limits) -> bytes:
     context = _Context(graph.nodes, (graph.output,), limits)
     value = BYTECODE.lower(graph.nodes, context, (graph.output,))[graph.output]
-    context.steps.write(context.as_float(value), steps.SCORE_ROW)
-    return context.steps.encoded(steps.SCORE, operations)
+    if kind == steps.MASK:
+        context.steps.write(context.as_bool(value), steps.LIVE_ROW)
+    else:
+        context.steps.write(context.as_float(value), steps.SCORE_ROW)
+    return context.steps.encoded(kind, operations)
 
 
 def score_backward_program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,8 @@ def _bits(
     )
 
 
+_shift = functools.partial(Operation, operands=2, types=("int",), reading="shift")
+
 BITWISE = (
     _bits(
         "and",
@@ -108,23 +111,17 @@ BITWISE = (
         index_samples={"not": lambda s, q, k: (~(q - k)) * 0.1},
     ),
     # An amount outside 0..width-1 gives 0, or the sign for shr, as torch defines it.
-    Operation(
+    _shift(
         "shl",
         torch.bitwise_left_shift,
-        operands=2,
-        types=("int",),
-        reading="shift",
         sign="<<",
         method="lshift",
         integer_bounds=_shift_bounds(operator.lshift),
         index_samples={"shl": lambda s, q, k: ((q - k) << 2) * 0.1},
     ),
-    Operation(
+    _shift(
         "shr",
         torch.bitwise_right_shift,
-        operands=2,
-        types=("int",),
-        reading="shift",
         sign=">>",
         method="rshift",
         integer_bounds=_shift_bounds(operator.rshift),
