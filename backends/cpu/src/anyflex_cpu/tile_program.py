@@ -31,15 +31,15 @@ from anyflex_cpu.node_ir import Fact, NodeLowering
 __all__ = ["COLUMNS", "Strip", "TileLoops"]
 
 COLUMNS = 512
-"""Maximum number of columns of a tile, the header's AF_TILE_COLUMNS. A strip of floats takes 2 KiB,
-so that some of them stay in L1."""
+"""Maximum number of columns of a tile, the header's AF_TILE_COLUMNS. A strip of floats takes
+2 KiB, so that some of them stay in L1."""
 
 _ONES = "@af.ones"
 _SEARCH = "af_find_read_outside"
 
 
 class Strip(NamedTuple):
-    """A row of scratch memory, with one element per column: its address, and the element's type."""
+    """A row of scratch memory, one element per column: its address, and the element's type."""
 
     address: str
     type: str
