@@ -8,7 +8,7 @@ from torch import Tensor
 from anyflex.block_mask.boxes import Boxes
 from anyflex.block_mask.elementwise_evaluation import TracedElements
 from anyflex.intervals.analysis import Analysis
-from anyflex.intervals.bounds import End
+from anyflex.mod_graph.operations.bounds import End
 
 __all__ = ["DEFAULT_BUDGET", "Budget", "OpenBlocks"]
 

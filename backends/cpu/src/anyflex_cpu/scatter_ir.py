@@ -121,8 +121,7 @@ class Scatters:
         strip = loops.strip("double")
         tile = loops.tile
         tile.module.declare("llvm.memset.p0.i64", "void", ["ptr", "i8", "i64", "i1"])
-        size = 8 * COLUMNS
-        zeros = f"ptr {strip.address}, i8 0, i64 {size}, i1 false"
+        zeros = f"ptr {strip.address}, i8 0, i64 {8 * COLUMNS}, i1 false"
         tile.line(f"call void @llvm.memset.p0.i64({zeros})")
         # With a step of -1, column 0 is at the strip's end. Vectors begin at their lowest
         # element.
