@@ -3,11 +3,8 @@ machine."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import inspect
 import os
-import zlib
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -25,7 +22,7 @@ from anyflex.plugin import (
     Rejected,
     Spec,
 )
-from anyflex_flash4 import mods, operations
+from anyflex_flash4 import mods
 
 __all__ = ["Flash4"]
 
@@ -86,11 +83,6 @@ class Flash4(Backend):
             return _arch_decision("sm_{}{}".format(*torch.cuda.get_device_capability()))
         return Accepted()
 
-    def fingerprint(self) -> str:
-        """Part of the disk cache's key, so that artifacts of another table aren't found."""
-        sources = inspect.getsource(mods) + inspect.getsource(operations)
-        return f"flash-attn-4 {_version()}, mods {zlib.crc32(sources.encode()):x}"
-
     def supports(self, spec: Spec) -> Decision:
         """Accept as declared, on a GPU that this was tried on."""
         decision = super().supports(spec)
@@ -104,21 +96,10 @@ class Flash4(Backend):
         from anyflex_flash4.cute_mods import CuteMods
         from anyflex_flash4.kernel import Flash4Kernel
 
-        stored = artifacts.get("mods.py")
-        if stored is None:
-            stored = mods.write_source(spec).encode()
-            artifacts.put("mods.py", stored)
-        source = stored.decode()
+        source = mods.write_source(spec)
         reads = mods.reads_call(spec)
         made = CuteMods(source, mods.load_source(source), reads, mods.table_count(spec))
         return Flash4Kernel(spec, made, reads)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _arch_decision(arch: str) -> Decision:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import platform
 import shutil
-import zlib
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -37,22 +35,14 @@ class _TorchFlex(Backend):
     priority = -100
     block_multiple: ClassVar[int] = 1
 
-    def fingerprint(self) -> str:
-        """Part of the disk cache's key, so that artifacts of another version aren't found."""
-        return f"torch {torch.__version__}, mods {zlib.crc32(inspect.getsource(mods).encode()):x}"
-
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; torch compiles at the first call, when it sees the tensors."""
         # Not at the top: importing a backend is cheap, and torch's compiler isn't.
         from anyflex_torch_flex.kernel import TorchFlexKernel
 
-        stored = artifacts.get("mods.py")
-        if stored is None:
-            stored = mods.write_source(spec).encode()
-            artifacts.put("mods.py", stored)
         given = dict(spec.options)
         chosen = {"BACKEND": str(given["kernels"])} if "kernels" in given else {}
-        make_mods = mods.load_source(stored.decode())
+        make_mods = mods.load_source(mods.write_source(spec))
         return TorchFlexKernel(spec, make_mods, chosen, self.block_multiple)
 
 
