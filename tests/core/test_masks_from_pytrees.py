@@ -247,13 +247,3 @@ def test_what_is_known_of_batch_entries_is_kept() -> None:
     for other in (mapped, loaded):
         with pytest.raises(BlockMaskError, match="mask mod reads b"):
             anyflex.flex_attention(query, key, value, block_mask=other)
-
-
-@pytest.mark.parametrize("number", [None, "3"])
-def test_numbers_that_are_none_are_refused(number: Any) -> None:
-    query, key, value = given(64)
-    size = 9
-    mask = anyflex.create_block_mask(lambda b, h, q, k: q - k < size, None, None, 64, 64)
-    mapped = torch_pytree.tree_map_only(int, lambda leaf: number if leaf == size else leaf, mask)
-    with pytest.raises(BlockMaskError, match="numbers of block_mask's mask mod"):
-        anyflex.flex_attention(query, key, value, block_mask=mapped)

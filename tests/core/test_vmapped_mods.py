@@ -177,32 +177,6 @@ def test_what_a_mod_makes_and_writes_into_is_made_at_each_run() -> None:
     compare_gradients(out, (i0(q @ k.mT / 2) * 2.0).softmax(-1) @ v, [q, k, v])
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 0, 8), (1, 1, 8, 0), (0, 1, 8, 8)])
-def test_a_mask_without_pairs_takes_an_untraced_mod_that_reads_an_empty_tensor(
-    sizes: tuple[int, int, int, int],
-) -> None:
-    empty = torch.zeros(0)
-    function = lambda b, h, i, j: i0(empty[i * 0 + b]) < 2  # noqa: E731
-    mask = anyflex.create_block_mask(function, *sizes)
-    assert mask.shape == sizes
-    assert anyflex.create_mask(function, *sizes).shape == sizes
-    assert mask == anyflex.create_block_mask(function, *sizes)
-    mask.mask_mod = function
-    twin = copy.deepcopy(mask)
-    assert twin == mask
-    batch, _, rows, columns = sizes
-    query = torch.rand(batch, 1, rows, 4)
-    key = torch.rand(batch, 1, columns, 4)
-    out = anyflex.flex_attention(query, key, key, block_mask=twin)
-    assert torch.equal(out, torch.zeros_like(query))
-    if batch:
-        assert twin.extend(columns, rows, mask_mod=function).shape == sizes
-        with pytest.raises(ModIndexError, match="outside of a captured tensor"):
-            twin.extend(8, 8)
-    with pytest.raises(ModIndexError, match="outside of a captured tensor"):
-        anyflex.create_block_mask(function, 1, 1, 8, 8)
-
-
 def near(b: Any, h: Any, i: Any, j: Any) -> Any:
     return i0((i - j) / 16) <= i0(torch.tensor(WINDOW / 16))
 

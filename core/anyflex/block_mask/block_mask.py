@@ -113,7 +113,7 @@ class BlockMask(MaskContent):
         offsets, runs = host.offsets.to(device), padded(host.runs, capacity or 0).to(device)
         traced, opaque = None, None
         if mask_mod is not None:
-            traced, opaque = trace_mask_mod(mask_mod, device, sizes=(*grids, *lengths))
+            traced, opaque = trace_mask_mod(mask_mod, device)
         views = MaskViews(offsets, runs, *lengths, sizes)
         return cls._assembled(views, traced, opaque, mask_mod)
 

@@ -89,7 +89,7 @@ def create_block_mask(
             raise BlockMaskError(
                 f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
             )
-    traced, opaque = trace_mask_mod(mask_mod, wanted, sizes=(batch, heads, *lengths))
+    traced, opaque = trace_mask_mod(mask_mod, wanted)
     at_home = captured_device(traced)
     wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs on the mask's device.
@@ -125,7 +125,7 @@ def create_mask(
     kind = mod_kind(mod_fn, "mod_fn")
     traced, opaque = None, None
     if kind == "mask":
-        traced, opaque = trace_mask_mod(mod_fn, wanted, sizes=(batch, heads, *lengths))
+        traced, opaque = trace_mask_mod(mod_fn, wanted)
     else:
         try:
             traced = trace_mod(mod_fn, "score")

@@ -31,7 +31,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     q_old, kv_old = mask.seq_lengths
     q_new = q_old if q_len is None else _grown("q_len", "Q_LEN", q_len, q_old)
     kv_new = _grown("kv_len", "KV_LEN", kv_len, kv_old)
-    traced, opaque = _mod(mask, mask_mod, (q_new, kv_new))
+    traced, opaque = _mod(mask, mask_mod)
     captured_device(traced)
     q_block, kv_block = mask.BLOCK_SIZE
     # Rows and columns of blocks that stay; a ragged last one is decided again.
@@ -131,9 +131,7 @@ def _grown(name: str, attribute: str, value: Any, old: int) -> int:
     return length
 
 
-def _mod(
-    mask: MaskContent, mask_mod: MaskMod | None, lengths: tuple[int, int]
-) -> tuple[TracedMod | None, MaskMod | None]:
+def _mod(mask: MaskContent, mask_mod: MaskMod | None) -> tuple[TracedMod | None, MaskMod | None]:
     """Return the mask mod that decides the new blocks, checked against the mask."""
     if mask_mod is None:
         if mask.traced is None and mask.opaque is None:
@@ -141,8 +139,7 @@ def _mod(
                 "this block mask has no mask_mod, which new blocks are built from: pass mask_mod="
             )
         return mask.traced, mask.opaque
-    sizes = (*mask.offsets.shape[:2], *lengths)
-    traced, opaque = trace_mask_mod(mask_mod, mask.device, sizes=sizes)
+    traced, opaque = trace_mask_mod(mask_mod, mask.device)
     new = indices_read(traced, opaque) - indices_read(mask.traced, mask.opaque)
     for axis, name in enumerate(("b", "h")):
         if name in new and mask.offsets.shape[axis] == 1 and mask.traced is not None:

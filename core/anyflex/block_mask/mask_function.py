@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
+from anyflex.errors import BlockMaskError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.tensors.symbolic_numbers import NUMBERS
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
@@ -68,14 +67,12 @@ def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoRe
 
 
 def trace_mask_mod(
-    function: Any, device: torch.device | None = None, *, sizes: Sequence[int] = ()
+    function: Any, device: torch.device | None = None
 ) -> tuple[TracedMod | None, MaskMod | None]:
     """Return (traced, None), or (None, function) where only vmap can run it.
 
     Args:
         device: where such a function runs; None means the CPU.
-        sizes: the mask's batch entries, heads, rows and keys; where one is 0, there is no pair
-            that such a function could be run for.
 
     Raises:
         BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
@@ -92,12 +89,8 @@ def trace_mask_mod(
             raise
         from anyflex.tracing.vmapped_mods import run_mask_once
 
-        try:
-            with torch.no_grad():
-                run_mask_once(function, device)
-        except ModIndexError:
-            if 0 not in sizes:
-                raise
+        with torch.no_grad():
+            run_mask_once(function, device)
         return None, function
     for position, tensor in enumerate(traced.captured):
         if tensor.requires_grad:
@@ -115,17 +108,8 @@ def captured_name(traced: TracedMod, position: int) -> str:
 
 
 def check_reads(traced: TracedMod) -> None:
-    """Check what a traced mask mod reads, after a map over a pytree, against its text.
-
-    Raises:
-        BlockMaskError: a captured tensor isn't as `check_captured` requires, or a number is none.
-    """
-    for number in (*traced.ints, *traced.floats):
-        if not isinstance(number, NUMBERS):
-            raise BlockMaskError(
-                "numbers of block_mask's mask mod must be ints and floats, as they were when the "
-                f"mask was built, got a {type(number).__name__}: build the mask anew"
-            )
+    """Check the tensors that a traced mask mod reads, after a map over a pytree, against its text.
+    Raises as `check_captured`."""
     for position, facts in parse_graph(traced.text).loads().items():
         check_captured(position, traced.captured[position], *facts)
 

@@ -151,8 +151,7 @@ class MaskContent(BlockStructure):
                 )
             traced, opaque = None, None
         else:
-            sizes = (*self.offsets.shape[:2], *self.seq_lengths)
-            traced, opaque = trace_mask_mod(function, self.device, sizes=sizes)
+            traced, opaque = trace_mask_mod(function, self.device)
         self._mask_mod, self.traced, self.opaque = function, traced, opaque
         self.needs_mask_mod = False
         self._zero_alone = None
