@@ -16,9 +16,11 @@ from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.device_views import MaskViews, packed_views
 from anyflex.mask_structure.from_index_lists import views_of_lists
 from anyflex.mask_structure.run_checks import (
-    check_runs,
+    check_form,
+    check_values,
     checked_block_size,
     checked_lengths,
+    refuse_meta,
     row_name,
 )
 from anyflex.mask_structure.runs import PARTIAL, padded, unpack
@@ -94,12 +96,15 @@ class BlockMask(MaskContent):
             BlockMaskError: naming the row, run or position that is wrong.
         """
         lengths, sizes = checked_lengths(seq_lengths), checked_block_size(block_size)
-        check_runs(offsets, runs, lengths, sizes)
-        listed = unpack(offsets.cpu(), runs.cpu())
+        check_form(offsets, runs, lengths, sizes)
+        refuse_meta("offsets", offsets)
+        given = (offsets.cpu(), runs.cpu())
+        check_values(*given, lengths, sizes)
+        listed = unpack(*given)
         partial = (listed.kind == PARTIAL).nonzero()
         if mask_mod is None and partial.numel():
             raise BlockMaskError(
-                f"{row_name(offsets.cpu(), int(partial[0]))} has a PARTIAL run and there is no "
+                f"{row_name(given[0], int(partial[0]))} has a PARTIAL run and there is no "
                 "mask_mod; pass mask_mod=, noop_mask if every element is live, or make it FULL"
             )
         if capacity is not None and capacity < listed.row.numel():

@@ -12,6 +12,7 @@ from anyflex.mask_structure.run_checks import (
     checked_lengths,
     first_of,
     refuse_meta,
+    row_at,
 )
 from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, joined
 
@@ -118,7 +119,7 @@ def _listed_runs(
         block = indices.flatten(0, 2)[row, slot]
         if (i := first_of((block < 0) | (block >= columns))) is not None:
             raise BlockMaskError(
-                f"{name}_indices names block {int(block[i])} in {_grid_row(counts, int(row[i]))}; "
+                f"{name}_indices names block {int(block[i])} in {row_at(int(row[i]), counts.shape)}; "
                 f"there are {columns} columns of blocks"
             )
         parts.append(RunList(row, block, block + 1, torch.full_like(row, kind)))
@@ -135,7 +136,7 @@ def _listed_runs(
         both = int(runs.kind[i]) != int(runs.kind[j])
         problem = "both full and partial" if both else "listed twice (a duplicate)"
         raise BlockMaskError(
-            f"block {int(runs.first[i])} in {_grid_row(counts, int(runs.row[i]))} is {problem}"
+            f"block {int(runs.first[i])} in {row_at(int(runs.row[i]), counts.shape)} is {problem}"
         )
     return runs, (counts.shape[0], counts.shape[1], counts.shape[2])
 
@@ -158,7 +159,7 @@ def _checked_list(name: str, counts: Tensor, indices: Tensor) -> tuple[Tensor, T
     width = indices.shape[-1]
     if (i := first_of(((counts < 0) | (counts > width)).reshape(-1))) is not None:
         raise BlockMaskError(
-            f"{name}_num_blocks is {int(counts.reshape(-1)[i])} in {_grid_row(counts, i)}; "
+            f"{name}_num_blocks is {int(counts.reshape(-1)[i])} in {row_at(i, counts.shape)}; "
             f"{name}_indices holds 0 to {width} (its width) a row"
         )
     return counts, indices
@@ -168,8 +169,3 @@ def _four_dimensional(tensor: Tensor, rank: int) -> Tensor:
     while tensor.dim() < rank:
         tensor = tensor[None]
     return tensor
-
-
-def _grid_row(counts: Tensor, row: int) -> str:
-    _, heads, rows = counts.shape
-    return f"row [{row // rows // heads}, {row // rows % heads}, {row % rows}]"

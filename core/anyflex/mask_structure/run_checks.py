@@ -6,6 +6,7 @@ All raise BlockMaskError and name argument, row, run or position.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from anyflex.tensors.torch_versions import dispatch_modes, is_wrapped
 
 __all__ = [
     "check_form",
-    "check_runs",
     "check_structure",
     "check_types",
     "check_values",
@@ -33,6 +33,7 @@ __all__ = [
     "first_of",
     "holds_numbers",
     "refuse_meta",
+    "row_at",
     "row_name",
 ]
 
@@ -112,15 +113,6 @@ def _pair(value: Any) -> tuple[int, int] | None:
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     sizes = [number for number in map(_integer, pair) if number is not None]
     return (sizes[0], sizes[1]) if len(pair) == len(sizes) == 2 else None
-
-
-def check_runs(
-    offsets: Tensor, runs: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
-) -> None:
-    """Check offsets and all of runs, dtype to overlap."""
-    check_form(offsets, runs, lengths, block_size)
-    refuse_meta("offsets", offsets)
-    check_values(offsets.cpu(), runs.cpu(), lengths, block_size)
 
 
 def check_types(offsets: Any, runs: Any, of: str = "") -> None:
@@ -276,9 +268,12 @@ def first_of(wrong: Tensor) -> int | None:
 
 def row_name(offsets: Tensor, run: int) -> str:
     """Return the name of the row that a run belongs to, for messages."""
-    _, heads, edges = offsets.shape
-    for grid, row_offsets in enumerate(offsets.reshape(-1, edges)):
-        if int(row_offsets[0]) <= run < int(row_offsets[-1]):
-            row = int(torch.searchsorted(row_offsets, run, right=True)) - 1
-            return f"row [{grid // heads}, {grid % heads}, {row}]"
-    return "no row"
+    batch, heads, edges = offsets.shape
+    ended = int((offsets[..., 1:] <= run).sum())
+    return row_at(ended, (batch, heads, edges - 1))
+
+
+def row_at(position: int, shape: Sequence[int]) -> str:
+    """Return the name of a row of blocks, counted through [B', H', Qb]."""
+    _, heads, rows = shape
+    return f"row [{position // rows // heads}, {position // rows % heads}, {position % rows}]"

@@ -88,13 +88,10 @@ class TorchFlexKernel(Kernel):
         # Inside of one of torch's operators autograd's records aren't kept.
         learns = self.spec.needs_backward and autograd_records()
         leaves, result, lse, max_scores = self._results(call, learns=learns)
-        out.out.copy_(result.detach())
-        if out.lse is not None:
-            assert lse is not None
-            out.lse.copy_(lse.detach())
-        if out.max_scores is not None:
-            assert max_scores is not None
-            out.max_scores.copy_(max_scores.detach())
+        pairs = ((out.out, result), (out.lse, lse), (out.max_scores, max_scores))
+        for output, found in pairs:
+            if output is not None and found is not None:
+                output.copy_(found.detach())
         for carrier in out.saved if learns else ():
             setattr(carrier, _GRAPH, (leaves, result, lse))
 
