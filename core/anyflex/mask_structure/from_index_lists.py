@@ -118,9 +118,10 @@ def _listed_runs(
         row, slot = place.unbind(1)
         block = indices.flatten(0, 2)[row, slot]
         if (i := first_of((block < 0) | (block >= columns))) is not None:
+            at = row_at(int(row[i]), counts.shape)
             raise BlockMaskError(
-                f"{name}_indices names block {int(block[i])} in {row_at(int(row[i]), counts.shape)}; "
-                f"there are {columns} columns of blocks"
+                f"{name}_indices names block {int(block[i])} in {at}; there are {columns} columns "
+                "of blocks"
             )
         parts.append(RunList(row, block, block + 1, torch.full_like(row, kind)))
     shapes = {tuple(counts.shape) for _, counts, _, _ in lists}
