@@ -109,9 +109,9 @@ def test_a_pickled_mask_comes_back_with_its_mask_mod_as_data() -> None:
 def test_a_pickle_of_another_format_names_both() -> None:
     mask = create_block_mask(causal, 1, 1, 8, 8)
     state = mask.__getstate__()
-    assert state["format"] == FORMAT == 1
-    for format_ in (0, 2, None):
-        with pytest.raises(BlockMaskError, match=rf"format {format_}, .* reads format 1"):
+    assert state["format"] == FORMAT == 2
+    for format_ in (0, 1, None):
+        with pytest.raises(BlockMaskError, match=rf"format {format_}, .* reads format 2"):
             BlockMask.__new__(BlockMask).__setstate__({**state, "format": format_})
     with pytest.raises(BlockMaskError, match="format None"):
         BlockMask.__new__(BlockMask).__setstate__({})

@@ -90,15 +90,6 @@ def test_a_slice_whose_mask_mod_is_not_traced_is_not_asked() -> None:
     anyflex.flex_attention(query, key, value, block_mask=one)
 
 
-def test_a_mask_that_was_saved_before_that_was_known_is_read() -> None:
-    mask = anyflex.create_block_mask(reads_b, None, None, 64, 64)
-    state = mask.__getstate__()
-    del state["zero_alone"]
-    old = anyflex.BlockMask.__new__(anyflex.BlockMask)
-    old.__setstate__(state)
-    assert old == mask
-
-
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_number_that_makes_all_heads_alike_is_no_reason(step: int) -> None:
     # The mod's text reads h, and with 0 nothing depends on it: the mask has H' = 1.

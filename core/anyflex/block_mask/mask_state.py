@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "MaskContent"]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the state that pickle, copy and torch.save are given."""
 
 
