@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,8 +144,14 @@ class ShiftedMaskMod:
 
 def shifted_opaque(function: MaskMod, shifts: Shifts) -> ShiftedMaskMod:
     """Return a function that calls `function` with shifted indices."""
-    pairs = (
-        (name, tuple(shift.tolist()) if isinstance(shift, Tensor) else shift)
+    new: dict[str, Any] = {
+        name: tuple(shift.tolist()) if isinstance(shift, Tensor) else shift
         for name, shift in shifts.items()
-    )
-    return ShiftedMaskMod(function, tuple(pairs))
+    }
+    if isinstance(function, ShiftedMaskMod):
+        # Numbers add up, so that a slice of a slice equals the slice of the whole.
+        old: dict[str, Any] = dict(function.shifts)
+        if not any(isinstance(shift, tuple) for shift in (*old.values(), *new.values())):
+            new = {name: old.get(name, 0) + new.get(name, 0) for name in (old | new)}
+            function = function.function
+    return ShiftedMaskMod(function, tuple(new.items()))
