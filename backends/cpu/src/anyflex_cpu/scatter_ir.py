@@ -121,8 +121,10 @@ class Scatters:
         strip = loops.strip("double")
         tile = loops.tile
         tile.module.declare("llvm.memset.p0.i64", "void", ["ptr", "i8", "i64", "i1"])
-        zeros = f"ptr {strip.address}, i8 0, i64 {8 * COLUMNS}, i1 false"
-        tile.line(f"call void @llvm.memset.p0.i64({zeros})")
+        length = 8 * COLUMNS
+        tile.line(
+            f"call void @llvm.memset.p0.i64(ptr {strip.address}, i8 0, i64 {length}, i1 false)"
+        )
         # With a step of -1, column 0 is at the strip's end. Vectors begin at their lowest
         # element.
         origin = tile.constant("i64", 0 if step > 0 else COLUMNS - 1)
