@@ -23,6 +23,7 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
+from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import NOTHING, cut, saved_bytes
 from anyflex.testing import posing
 
@@ -330,8 +331,8 @@ def test_nothing_is_promised_for_a_device_that_is_not_here(
 def test_bytes_that_nothing_is_left_in_are_zero(
     backend: type[SavingBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def poisoned(device: torch.device, size: int) -> Tensor:
-        return torch.full((size,), 7, dtype=torch.uint8, device=device)
+    def poisoned(plan: Plan, size: int) -> Tensor:
+        return torch.full((size,), 7, dtype=torch.uint8, device=plan.device)
 
     monkeypatch.setattr("anyflex.runtime.launch.allocate_saved_bytes", poisoned)
     saved: list[Tensor] = []
