@@ -1,15 +1,14 @@
 """Run-time side of a call: a kernel's inputs, and the outputs that it fills.
 
 All are created by core. A kernel reads the inputs, writes the outputs in place, and keeps neither.
-Their __init__ is written out, because the generated one of a frozen dataclass takes twice as long
-at each call.
+None is a frozen dataclass, whose creation takes twice as long at each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class TensorSpec:
     zeroed: bool = False
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(eq=False)
 class Call:
     """One call's tensors and numbers.
 
@@ -59,50 +58,21 @@ class Call:
     ints: tuple[int, ...]
     floats: tuple[float, ...]
     scale: float
-    score_function: Callable[..., Tensor] | None
-    mask_function: Callable[..., Tensor] | None
-    # `kept` is shared by many calls, so it isn't compared.
-    kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
+    score_function: Callable[..., Tensor] | None = None
+    mask_function: Callable[..., Tensor] | None = None
+    kept: dict[object, Any] | None = field(default=None, repr=False)
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
-    index_offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
-    q_lengths: None = None
-    kv_lengths: None = None
-    page_table: None = None
-    k_scale: None = None
-    v_scale: None = None
-    rng: None = None
-    sinks: None = None
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: MaskViews | None,
-        captured: tuple[Tensor, ...],
-        ints: tuple[int, ...],
-        floats: tuple[float, ...],
-        scale: float,
-        score_function: Callable[..., Tensor] | None = None,
-        mask_function: Callable[..., Tensor] | None = None,
-        kept: dict[object, Any] | None = None,
-    ) -> None:
-        fields = self.__dict__
-        fields["query"] = query
-        fields["key"] = key
-        fields["value"] = value
-        fields["mask"] = mask
-        fields["captured"] = captured
-        fields["ints"] = ints
-        fields["floats"] = floats
-        fields["scale"] = scale
-        fields["score_function"] = score_function
-        fields["mask_function"] = mask_function
-        fields["kept"] = kept
+    index_offsets: ClassVar[tuple[int, int, int, int]] = (0, 0, 0, 0)
+    q_lengths: ClassVar[None] = None
+    kv_lengths: ClassVar[None] = None
+    page_table: ClassVar[None] = None
+    k_scale: ClassVar[None] = None
+    v_scale: ClassVar[None] = None
+    rng: ClassVar[None] = None
+    sinks: ClassVar[None] = None
 
 
-@dataclass(frozen=True, init=False)
-class Outputs:
+class Outputs(NamedTuple):
     """Outputs that `Kernel.forward` fills.
 
     Args:
@@ -116,39 +86,19 @@ class Outputs:
     out: Tensor
     lse: Tensor | None
     max_scores: Tensor | None
-    saved: tuple[Tensor, ...]
-    workspace: tuple[Tensor, ...]
-
-    def __init__(
-        self,
-        out: Tensor,
-        lse: Tensor | None,
-        max_scores: Tensor | None,
-        saved: tuple[Tensor, ...] = (),
-        workspace: tuple[Tensor, ...] = (),
-    ) -> None:
-        fields = self.__dict__
-        fields["out"] = out
-        fields["lse"] = lse
-        fields["max_scores"] = max_scores
-        fields["saved"] = saved
-        fields["workspace"] = workspace
+    saved: tuple[Tensor, ...] = ()
+    workspace: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True, init=False)
-class Saved:
+class Saved(NamedTuple):
     """Tensors that forward left for backward: q, k, v are in the call."""
 
     out: Tensor
     lse: Tensor
-    extras: tuple[Tensor, ...]
-
-    def __init__(self, out: Tensor, lse: Tensor, extras: tuple[Tensor, ...] = ()) -> None:
-        self.__dict__.update(out=out, lse=lse, extras=extras)
+    extras: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True, init=False)
-class GradInputs:
+class GradInputs(NamedTuple):
     """Gradients that arrive at backward.
 
     Args:
@@ -160,17 +110,11 @@ class GradInputs:
     """
 
     dout: Tensor
-    dlse: Tensor | None
-    delta: Tensor | None
-
-    def __init__(
-        self, dout: Tensor, dlse: Tensor | None = None, delta: Tensor | None = None
-    ) -> None:
-        self.__dict__.update(dout=dout, dlse=dlse, delta=delta)
+    dlse: Tensor | None = None
+    delta: Tensor | None = None
 
 
-@dataclass(frozen=True, init=False)
-class Grads:
+class Grads(NamedTuple):
     """Gradients that `Kernel.backward` fills; None where no gradient is asked for.
 
     Args:
@@ -184,15 +128,5 @@ class Grads:
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
-    captured: tuple[Tensor | None, ...]
-    workspace: tuple[Tensor, ...]
-
-    def __init__(
-        self,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        captured: tuple[Tensor | None, ...] = (),
-        workspace: tuple[Tensor, ...] = (),
-    ) -> None:
-        self.__dict__.update(dq=dq, dk=dk, dv=dv, captured=captured, workspace=workspace)
+    captured: tuple[Tensor | None, ...] = ()
+    workspace: tuple[Tensor, ...] = ()

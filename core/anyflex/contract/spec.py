@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 from dataclasses import dataclass
@@ -114,18 +115,25 @@ class Spec:
 
     def to_text(self) -> str:
         """Canonical text: equal specs have equal texts, in any process."""
-        return "|".join(f"{f.name}={_encode(getattr(self, f.name))}" for f in _fields())
+        return repr({f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
     @classmethod
     def from_text(cls, text: str) -> Spec:
         """Read `to_text` back. Raises ValueError if the text is not a spec of this contract."""
-        values: dict[str, Any] = {}
-        for part in text.split("|"):
-            name, _, value = part.partition("=")
-            values[name] = _decode(value)
-        names = {f.name for f in _fields()}
-        if values.keys() != names:
-            raise ValueError(f"a spec whose fields differ: {sorted(values.keys() ^ names)}")
+        try:
+            values: dict[str, Any] = dict(ast.literal_eval(text))
+            if values.keys() != (names := {f.name for f in dataclasses.fields(cls)}):
+                raise ValueError(f"its fields differ: {sorted(values.keys() ^ names)}")
+            values["dtype"] = _dtype(values["dtype"])
+            values["captured"] = tuple(
+                CapturedFacts(_dtype(name), rank, needs_grad)
+                for name, rank, needs_grad in values["captured"]
+            )
+            for name in ("score_graph", "mask_graph"):
+                if values[name] is not None:
+                    values[name] = parse_graph(values[name])
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(f"a damaged spec text: {error}") from error
         return cls(**values)
 
     def digest(self) -> str:
@@ -138,7 +146,7 @@ class Spec:
         A field that is reserved, or newer than the backend, must have its default, so that a new
         field never makes an old backend compute wrong results.
         """
-        for field_ in _fields():
+        for field_ in dataclasses.fields(self):
             if field_.name not in capabilities.known_fields:
                 value = getattr(self, field_.name)
                 if value != field_.default:
@@ -159,69 +167,19 @@ _SAID = {
 """Phrases for fields in refusals, where the value alone would tell a user nothing."""
 
 
-def _fields() -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(Spec)
-
-
-def _encode(value: object) -> str:
-    if value is None or isinstance(value, (bool, int)):
-        return repr(value)
-    if isinstance(value, float):
-        return "f:" + value.hex()
+def _plain(value: object) -> object:
+    """Return a field's value as a literal of Python's."""
     if isinstance(value, torch.dtype):
-        return "d:" + str(value).removeprefix("torch.")
+        return str(value).removeprefix("torch.")
     if isinstance(value, ModGraph):
-        return "g:" + value.text
-    if isinstance(value, str):
-        return "s:" + value.replace("%", "%25").replace("|", "%7C").replace("\x1f", "%1F").replace(
-            "(", "%28"
-        ).replace(")", "%29").replace(",", "%2C")
+        return value.text
     if isinstance(value, CapturedFacts):
-        return "c:" + _encode((value.dtype, value.rank, value.needs_grad))
-    if isinstance(value, tuple):
-        return "(" + "".join(_encode(item) + "\x1f" for item in value) + ")"
-    raise TypeError(f"a {type(value).__name__} in a spec")
+        return _plain((value.dtype, value.rank, value.needs_grad))
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
-def _decode(text: str) -> Any:
-    value, rest = _decode_one(text)
-    if rest:
-        raise ValueError(f"trailing text in a spec: {rest!r}")
-    return value
-
-
-def _decode_one(text: str) -> tuple[Any, str]:
-    if text.startswith("("):
-        items = []
-        text = text[1:]
-        while not text.startswith(")"):
-            item, text = _decode_one(text)
-            if not text.startswith("\x1f"):
-                raise ValueError("a damaged spec text")
-            items.append(item)
-            text = text[1:]
-        return tuple(items), text[1:]
-    if text.startswith("c:"):
-        facts, rest = _decode_one(text[2:])
-        if not isinstance(facts, tuple) or len(facts) != 3:
-            raise ValueError(f"a damaged spec text: {text!r}")
-        return CapturedFacts(*facts), rest
-    end = text.find("\x1f")
-    atom, rest = (text, "") if end < 0 else (text[:end], text[end:])
-    if atom in ("None", "True", "False"):
-        return {"None": None, "True": True, "False": False}[atom], rest
-    kind, payload = atom[:2], atom[2:]
-    if kind == "s:":
-        for code, character in (("%2C", ","), ("%29", ")"), ("%28", "("), ("%1F", "\x1f")):
-            payload = payload.replace(code, character)
-        return payload.replace("%7C", "|").replace("%25", "%"), rest
-    if kind == "d:":
-        dtype = getattr(torch, payload, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a spec with an unknown dtype {payload!r}")
-        return dtype, rest
-    if kind == "f:":
-        return float.fromhex(payload), rest
-    if kind == "g:":
-        return parse_graph(payload), rest
-    return int(atom), rest
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"an unknown dtype {name!r}")
+    return dtype

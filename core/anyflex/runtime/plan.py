@@ -57,7 +57,7 @@ class Plan:
     """A compiled spec with the facts that a launch needs, looked up once.
 
     Attributes:
-        compiled: backend, kernel and the decision's trace.
+        compiled: backend, kernel and decision.
         spec: the compiled spec.
         kernel: the kernel.
         own_backward: the kernel's own backward is used, not core's.
@@ -77,27 +77,6 @@ class Plan:
         guard: makes a context manager that selects the device, or None while it is selected; None
             where there is no choice.
     """
-
-    __slots__ = (
-        "accumulate",
-        "accumulators",
-        "casts",
-        "checks_reads",
-        "compiled",
-        "device",
-        "device_type",
-        "gradients",
-        "guard",
-        "kernel",
-        "mark",
-        "max_scores",
-        "own_backward",
-        "request",
-        "same_dims",
-        "saves",
-        "spec",
-        "works",
-    )
 
     def __init__(self, compiled: CompiledKernel, device: torch.device, request: str) -> None:
         self.request = request
@@ -214,9 +193,7 @@ def plan_for(inputs: Inputs) -> Plan:
         if len(_by_shapes) >= SHAPES:
             _by_shapes.clear()
         found = _by_shapes.setdefault(exactly, (plan, {}))
-    plan, kept = found
-    # A call is made before its plan is known, and frozen for whoever gets it.
-    object.__setattr__(call, "kept", kept)
+    plan, call.kept = found
     return plan
 
 
