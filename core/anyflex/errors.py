@@ -92,11 +92,6 @@ class BackendRefused(AnyflexError, NotImplementedError):
     """
 
     def __init__(self, message: str, reasons: dict[str, str] | None = None) -> None:
-        if not isinstance(message, str) or not message.strip():
-            raise TypeError(
-                "BackendRefused(message): a refusal needs a reason, a str that says it, got "
-                f"{message!r}"
-            )
         super().__init__(message)
         self.reasons = dict(reasons or {})
 

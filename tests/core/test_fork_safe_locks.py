@@ -68,7 +68,7 @@ def test_a_child_goes_on_whatever_locks_were_held() -> None:
         [sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=120
     )
     owners, status = map(int, done.stdout.split())
-    assert owners > 10 and status == 0, done.stderr
+    assert owners > 4 and status == 0, done.stderr
 
 
 SEVERAL = """

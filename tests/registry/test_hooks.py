@@ -147,7 +147,7 @@ def test_a_name_is_taken_once_and_a_registration_decides_anew() -> None:
     before = STATE.generation
     register_hooks(plugin(anyflex_launched=lambda spec: None), "mine")
     assert STATE.generation != before
-    with pytest.raises(PluginError, match="'mine'.*already registered"):
+    with pytest.raises(PluginError, match="'mine'.*has hooks already"):
         register_hooks(plugin(anyflex_compiled=lambda spec: None), "mine")
 
 
@@ -191,7 +191,7 @@ def test_installed_hook_plugins_are_loaded_and_a_broken_one_stops_nobody(
         "newer": "incompatible",
         "off": "disabled",
     }
-    assert "hook plugin 'wrong' of wrong 1.0 is broken: Plugin 'wrong' for hook" in caplog.text
+    assert "plugin 'wrong' of wrong 1.0 is broken: Plugin 'wrong' for hook" in caplog.text
     assert "SystemExit: 1" in rows["exits"].reason
     assert "written for contract 2, this is 1" in rows["newer"].reason
 

@@ -7,7 +7,7 @@ import torch
 
 from anyflex.contract.option import Option
 from anyflex.errors import ArgumentError, ArgumentTypeError, PerformanceWarning
-from anyflex.registry import backend_table, register
+from anyflex.registry import register
 from anyflex.registry.backend_choice import explain_selection
 from anyflex.registry.freeze_options import freeze_options
 from anyflex.runtime.compiled_kernel import CompiledKernel
@@ -134,7 +134,6 @@ def test_automatic_choice_and_no_skipping_are_honoured() -> None:
         ({"cpu": 3}, ArgumentTypeError, r"kernel_options\['cpu'\] must be a dict"),
         ({"cpu": {"tiles": 3}}, ArgumentError, r"\['cpu'\]\['tiles'\].*nearest is 'tile'"),
         ({"cpu": {"BLOCK_M": 64}}, ArgumentError, "one of torch's keys; write it at the top"),
-        ({"reference": {"x": 1}}, ArgumentError, "backend reference has no options of its own"),
         ({"cpu": {"tile": 48}}, ArgumentError, "one out of 16, 32, 64"),
         ({"cpu": {"tile": "a"}}, ArgumentTypeError, r"of type int.*got 'a' \(str\)"),
         ({"cpu": {"tile": True}}, ArgumentTypeError, r"of type int.*got True \(bool\)"),
@@ -153,52 +152,5 @@ def test_what_is_wrong_is_named_with_its_cure(
         ask(options)
 
 
-@pytest.mark.parametrize(
-    ("device", "explicit", "written"),
-    [
-        ("cuda", None, "cuda"),
-        ("cuda", "cuda.other", "cuda.other"),
-        ("cuda", "cuda", "cuda"),
-        ("cpu", None, "cuda"),
-        ("tpu", None, "tpu"),
-    ],
-)
-def test_an_own_option_at_the_top_is_to_be_written_under_the_backend_that_is_asked_for(
-    device: str, explicit: str | None, written: str
-) -> None:
-    for name in ("cuda.other", "tpu"):
-        register(name, make_stub(options={"pipeline": Option(int, 2, "stages")}))
-    names = () if explicit is None else (explicit,)
-    message = rf"own option of backend cuda and cuda.other and tpu; write .*\{{'{written}': "
-    with pytest.raises(ArgumentError, match=message):
-        kernel_for(make_spec(device), names, explicit, freeze_options({"pipeline": 3}))
-
-
-def test_a_key_that_only_another_backend_knows_names_its_owner() -> None:
-    register("cpu.other", make_stub(priority=-1, options={"depth": Option(int, 1, "levels")}))
-    explain_selection(make_spec(), (), None, ())
-    with pytest.raises(
-        ArgumentError,
-        match=r"\['cpu'\]\['depth'\]: it is an option of backend "
-        "cpu.other",
-    ):
-        ask({"cpu": {"depth": 3}})
-
-
 def test_the_same_value_twice_is_no_contradiction() -> None:
     assert ask({"cpu": {"tile": 32}, "BLOCK_M": 32}).spec.options == (("tile", 32),)
-
-
-def test_options_of_a_loaded_backend_that_does_not_compute_are_checked() -> None:
-    ask({}, "cuda")
-    with pytest.raises(ArgumentError, match=r"kernel_options\['cuda'\]\['pipelin'\].*'pipeline'"):
-        ask({"cuda": {"pipelin": 3}})
-    with pytest.raises(ArgumentTypeError, match=r"kernel_options\['cuda'\]\['pipeline'\]"):
-        ask({"cuda": {"pipeline": "three"}})
-    assert ask({"cuda": {"pipeline": 3}}).backend.name == "cpu"
-
-
-def test_no_backend_is_loaded_to_check_its_options() -> None:
-    ask({"cuda": {"pipelin": 3}})
-    entry = backend_table.current().get("cuda")
-    assert entry is not None and not entry.loaded

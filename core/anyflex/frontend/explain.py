@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +54,7 @@ class Explanation:
             "forced_by": chosen.forced_by,
             "problem": self.problem,
             "broken": self.broken,
-            "trace": [
-                {
-                    "backend": line.backend,
-                    "distribution": line.distribution,
-                    "outcome": line.outcome,
-                    "reason": line.reason,
-                }
-                for line in chosen.trace
-            ],
+            "trace": [dataclasses.asdict(line) for line in chosen.trace],
             "unused_options": list(chosen.unused_options),
             "spec": chosen.spec.to_text(),
         }

@@ -1,3 +1,3 @@
-"""State that lives as long as the process: locks and forks, caches, progress, version, frames."""
+"""State that lives as long as the process: locks and forks, progress, version, frames."""
 
 from __future__ import annotations

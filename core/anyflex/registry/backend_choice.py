@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from anyflex.contract.backend import Backend
 from anyflex.contract.decision import Accepted, Rejected
 from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, PluginError
@@ -16,7 +15,7 @@ from anyflex.registry.forced_backends import check_names, source_of
 from anyflex.registry.freeze_options import KernelOptions
 from anyflex.registry.registered_backend import Entry, State
 
-__all__ = ["Answer", "Choice", "Selection", "TraceLine", "explain_selection"]
+__all__ = ["Answer", "Choice", "Selection", "TraceLine", "entry_line", "explain_selection"]
 
 Outcome = Literal[
     "chosen", "accepts", "refuses", "broken", "disabled", "conflict", "incompatible", "missing"
@@ -44,6 +43,11 @@ class TraceLine:
         source = f" ({self.distribution})" if self.distribution else ""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.backend}{source} {self.outcome}{reason}"
+
+
+def entry_line(entry: Entry, outcome: Outcome, reason: str = "") -> TraceLine:
+    """Return a candidate's line."""
+    return TraceLine(entry.name, entry.distribution, outcome, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,6 @@ class Choice:
         self._check_options()
         if not self.forced_by:
             self.candidates = self._automatic()
-        self._check_own_options()
 
     def _forced(self, names: tuple[str, ...], source: str, explicit: str | None) -> list[Entry]:
         device = self.spec.device_type
@@ -180,20 +183,7 @@ class Choice:
                 if (entry := self.table.get(name)) is not None
                 and (state := entry.state()).backend is not None
             }
-            asked = self.candidates or self.table.of_device(self.spec.device_type)
-            meant = [entry.name for entry in asked]
-            raise options.unknown_key(unknown[0][0], backends, names, meant)
-
-    def _check_own_options(self) -> None:
-        """Check options of backends that won't compute this call. Backends that aren't loaded, as
-        those of other devices usually aren't, are not loaded for it."""
-        for name, value in self.given:
-            entry = self.table.get(name)
-            if entry is None or not (entry.loaded or name == REFERENCE):
-                continue
-            backend = entry.state().backend
-            if backend is not None:
-                options.resolve(((name, value),), backend, self._loaded_beside(entry))
+            raise options.unknown_key(unknown[0][0], backends, names)
 
     def _state(self, entry: Entry) -> State:
         state = entry.state()
@@ -209,36 +199,21 @@ class Choice:
             outcome: Outcome = "refuses"
             if state.kind != "rejected" and state.kind != "usable":
                 outcome = state.kind
-            line = TraceLine(entry.name, entry.distribution, outcome, state.reason)
+            line = entry_line(entry, outcome, state.reason)
             return Answer(line, state, self.spec, None, None, state.error)
-        resolved = self._resolve(entry)
+        resolved = options.resolve(self.given, backend)
         spec = self.spec
         if resolved.values:
             spec = dataclasses.replace(spec, options=resolved.values)
         try:
             decision = entry.supports(backend, spec)
         except PluginError as error:
-            line = TraceLine(entry.name, entry.distribution, "broken", str(error))
+            line = entry_line(entry, "broken", str(error))
             return Answer(line, state, spec, None, resolved, error)
         if isinstance(decision, Rejected):
-            line = TraceLine(entry.name, entry.distribution, "refuses", decision.reason)
+            line = entry_line(entry, "refuses", decision.reason)
             return Answer(line, state, spec, None, resolved)
-        line = TraceLine(entry.name, entry.distribution, "accepts", "")
-        return Answer(line, state, spec, decision, resolved)
-
-    def _resolve(self, entry: Entry) -> options.ResolvedOptions:
-        backend = entry.state().backend
-        assert backend is not None
-        return options.resolve(self.given, backend, self._loaded_beside(entry))
-
-    def _loaded_beside(self, entry: Entry) -> dict[str, Backend]:
-        return {
-            other.name: loaded
-            for other in self.table.of_device(self.spec.device_type)
-            if other is not entry
-            and other.loaded
-            and (loaded := other.state().backend) is not None
-        }
+        return Answer(entry_line(entry, "accepts"), state, spec, decision, resolved)
 
     def refused(self, trace: list[TraceLine]) -> BackendRefused:
         """Return the error for a call that no backend takes. Where the choice is forced, all
@@ -266,7 +241,7 @@ class Choice:
         try:
             return self.ask(entry).line
         except (ArgumentError, ArgumentTypeError) as error:
-            return TraceLine(entry.name, entry.distribution, "refuses", str(error))
+            return entry_line(entry, "refuses", str(error))
 
     def _refused_by_all(self, trace: list[TraceLine]) -> BackendRefused:
         reasons = {line.backend: line.reason for line in trace}

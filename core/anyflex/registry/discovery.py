@@ -94,7 +94,9 @@ def _entries(distribution: Distribution) -> list[Found]:
         found = []
         for point in distribution.entry_points:
             if match := _GROUP.fullmatch(point.group):
-                kind = _kind(match[1])
+                kind: Literal["backends", "hooks"] = "hooks"
+                if match[1] == "backends":
+                    kind = "backends"
                 found.append(Found(kind, int(match[2]), point.name, point.value, name, version))
             elif _MISSPELT.fullmatch(point.group):
                 _log.warning(
@@ -115,10 +117,6 @@ def _entries(distribution: Distribution) -> list[Found]:
             error,
         )
         return []
-
-
-def _kind(text: str) -> Literal["backends", "hooks"]:
-    return "backends" if text == "backends" else "hooks"
 
 
 def _path(distribution: Distribution) -> str:

@@ -11,7 +11,7 @@ import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
 from anyflex.errors import ArgumentError
 from anyflex.registry import cached_state
@@ -35,9 +35,12 @@ __all__ = [
 ]
 
 
+Value = TypeVar("Value")
+
+
 @dataclass(frozen=True, slots=True)
-class Variable:
-    """One row of the table.
+class Variable(Generic[Value]):
+    """One row of the table. Called, it returns the value in force.
 
     Args:
         name: of the variable.
@@ -55,8 +58,27 @@ class Variable:
     default: str
     allowed: str
     read_when: str
-    parse: Callable[[str], Any]
-    unset: Any
+    parse: Callable[[str], Value]
+    unset: Value
+
+    def __call__(self) -> Value:
+        found = _read.get(self.name)
+        if found is None:
+            found = _read.setdefault(self.name, self._parsed())
+        value: Value = found[1]
+        return value
+
+    def _parsed(self) -> tuple[str | None, Value]:
+        text = os.environ.get(self.name) or None
+        if text is None:
+            return None, self.unset
+        try:
+            return text, self.parse(text)
+        except ValueError as error:
+            raise ArgumentError(
+                f"environment variable {self.name}={text!r} is {error}; allowed: "
+                f"{self.allowed.replace('`', '')}; unset: {self.default.replace('`', '')}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,74 +133,82 @@ def _folder(text: str) -> pathlib.Path:
 
 _FIRST_CALL = "first call that selects a backend"
 
-VARIABLES: tuple[Variable, ...] = (
-    Variable(
-        "ANYFLEX_BACKEND",
-        "Forces backends, in this order; each binds the calls of its own device type, and "
-        "`reference` binds all. Weaker than `backend=` and `use_backend`.",
-        "the registry chooses",
-        "backend names, comma-separated: `cuda.triton,cpu`",
-        _FIRST_CALL,
-        _list,
-        (),
-    ),
-    Variable(
-        "ANYFLEX_DISABLE",
-        "Takes plugins out of the registry: they are neither loaded nor chosen.",
-        "nothing is disabled",
-        "backend names and `dist:<distribution>`, comma-separated",
-        _FIRST_CALL,
-        _list,
-        (),
-    ),
-    Variable(
-        "ANYFLEX_PLUGINS",
-        "Lets in only the plugins that it names.",
-        "every installed plugin",
-        "backend names and `dist:<distribution>`, comma-separated; or `none`",
-        _FIRST_CALL,
-        _plugin_list,
-        None,
-    ),
-    Variable(
-        "ANYFLEX_STRICT",
-        "Raises `PluginError` for a broken plugin, instead of reporting it once and going on "
-        "without it.",
-        "`0`",
-        "`0` or `1`",
-        _FIRST_CALL,
-        _switch,
-        False,
-    ),
-    Variable(
-        "ANYFLEX_FALLBACK",
-        "What happens when an installed backend is passed over, or an accelerator's call is "
-        "computed on the reference: an error, a `PerformanceWarning` once per reason, or nothing.",
-        "`warn`",
-        "`error`, `warn` or `quiet`",
-        _FIRST_CALL,
-        _fallback,
-        "warn",
-    ),
-    Variable(
-        "ANYFLEX_CACHE_DIR",
-        "Folder of the disk cache for compiled kernels.",
-        "`anyflex` in the user's cache folder",
-        "an absolute path; `~` is the home folder",
-        "first compile that keeps an artifact",
-        _folder,
-        None,
-    ),
-    Variable(
-        "ANYFLEX_CHECK_INDICES",
-        "Raises `ModIndexError` for an out-of-range read of a captured tensor also on devices "
-        "that must synchronise to find it.",
-        "`0`",
-        "`0` or `1`",
-        "first call on such a device",
-        _switch,
-        False,
-    ),
+backend_names: Variable[tuple[str, ...]] = Variable(
+    "ANYFLEX_BACKEND",
+    "Forces backends, in this order; each binds the calls of its own device type, and "
+    "`reference` binds all. Weaker than `backend=` and `use_backend`.",
+    "the registry chooses",
+    "backend names, comma-separated: `cuda.triton,cpu`",
+    _FIRST_CALL,
+    _list,
+    (),
+)
+disabled: Variable[tuple[str, ...]] = Variable(
+    "ANYFLEX_DISABLE",
+    "Takes plugins out of the registry: they are neither loaded nor chosen.",
+    "nothing is disabled",
+    "backend names and `dist:<distribution>`, comma-separated",
+    _FIRST_CALL,
+    _list,
+    (),
+)
+plugins: Variable[tuple[str, ...] | None] = Variable(
+    "ANYFLEX_PLUGINS",
+    "Lets in only the plugins that it names.",
+    "every installed plugin",
+    "backend names and `dist:<distribution>`, comma-separated; or `none`",
+    _FIRST_CALL,
+    _plugin_list,
+    None,
+)
+strict = Variable(
+    "ANYFLEX_STRICT",
+    "Raises `PluginError` for a broken plugin, instead of reporting it once and going on "
+    "without it.",
+    "`0`",
+    "`0` or `1`",
+    _FIRST_CALL,
+    _switch,
+    False,
+)
+fallback = Variable(
+    "ANYFLEX_FALLBACK",
+    "What happens when an installed backend is passed over, or an accelerator's call is "
+    "computed on the reference: an error, a `PerformanceWarning` once per reason, or nothing.",
+    "`warn`",
+    "`error`, `warn` or `quiet`",
+    _FIRST_CALL,
+    _fallback,
+    "warn",
+)
+cache_dir: Variable[pathlib.Path | None] = Variable(
+    "ANYFLEX_CACHE_DIR",
+    "Folder of the disk cache for compiled kernels.",
+    "`anyflex` in the user's cache folder",
+    "an absolute path; `~` is the home folder",
+    "first compile that keeps an artifact",
+    _folder,
+    None,
+)
+check_indices = Variable(
+    "ANYFLEX_CHECK_INDICES",
+    "Raises `ModIndexError` for an out-of-range read of a captured tensor also on devices "
+    "that must synchronise to find it.",
+    "`0`",
+    "`0` or `1`",
+    "first call on such a device",
+    _switch,
+    False,
+)
+
+VARIABLES: tuple[Variable[Any], ...] = (
+    backend_names,
+    disabled,
+    plugins,
+    strict,
+    fallback,
+    cache_dir,
+    check_indices,
 )
 
 # name -> (the text that was read or None, its value)
@@ -186,69 +216,8 @@ _read: dict[str, tuple[str | None, Any]] = {}
 _by_name = {variable.name: variable for variable in VARIABLES}
 
 
-def _value(name: str) -> Any:
-    entry = _read.get(name)
-    if entry is None:
-        entry = _read.setdefault(name, _read_variable(_by_name[name]))
-    return entry[1]
-
-
-def _read_variable(variable: Variable) -> tuple[str | None, Any]:
-    text = os.environ.get(variable.name) or None
-    if text is None:
-        return None, variable.unset
-    try:
-        return text, variable.parse(text)
-    except ValueError as error:
-        raise ArgumentError(
-            f"environment variable {variable.name}={text!r} is {error}; allowed: "
-            f"{variable.allowed.replace('`', '')}; unset: {variable.default.replace('`', '')}"
-        ) from None
-
-
-def backend_names() -> tuple[str, ...]:
-    """Return the names of ANYFLEX_BACKEND, in their order."""
-    names: tuple[str, ...] = _value("ANYFLEX_BACKEND")
-    return names
-
-
-def disabled() -> tuple[str, ...]:
-    """Return the names of ANYFLEX_DISABLE: backend names and ``dist:<distribution>``."""
-    names: tuple[str, ...] = _value("ANYFLEX_DISABLE")
-    return names
-
-
-def plugins() -> tuple[str, ...] | None:
-    """Return the names of ANYFLEX_PLUGINS, or None where every plugin is let in."""
-    names: tuple[str, ...] | None = _value("ANYFLEX_PLUGINS")
-    return names
-
-
-def strict() -> bool:
-    """Whether ANYFLEX_STRICT=1."""
-    return bool(_value("ANYFLEX_STRICT"))
-
-
-def fallback() -> Literal["error", "warn", "quiet"]:
-    """Return ANYFLEX_FALLBACK."""
-    mode: Literal["error", "warn", "quiet"] = _value("ANYFLEX_FALLBACK")
-    return mode
-
-
-def cache_dir() -> pathlib.Path | None:
-    """Return ANYFLEX_CACHE_DIR, or None where it is unset."""
-    path: pathlib.Path | None = _value("ANYFLEX_CACHE_DIR")
-    return path
-
-
-def check_indices() -> bool:
-    """Whether ANYFLEX_CHECK_INDICES=1."""
-    return bool(_value("ANYFLEX_CHECK_INDICES"))
-
-
-def reset() -> None:
-    """Forget what was read: for tests, which change variables in one process."""
-    _read.clear()
+reset = _read.clear
+"""Forgets what was read: for tests, which change variables in one process."""
 
 
 def in_force() -> list[VariableInForce]:

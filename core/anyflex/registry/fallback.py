@@ -41,17 +41,12 @@ def warn_about_fallback(choice: Choice, trace: list[TraceLine], chosen: str) -> 
     ]
     if chosen == REFERENCE and not passed:
         messages += _on_reference(choice)
-    mode = environment.fallback() if messages else "quiet"
-    if mode == "error":
-        reasons = {line.backend: line.reason for line in passed} or {
-            choice.spec.device_type: messages[0]
-        }
-        raise BackendRefused(f"ANYFLEX_FALLBACK=error: {'; '.join(messages)}", reasons)
-    for message in messages:
-        if mode == "warn":
-            warn_once(message)
-        else:
-            _log.debug("%s", message)
+    if messages:
+        _tell(
+            messages,
+            {line.backend: line.reason for line in passed}
+            or {choice.spec.device_type: messages[0]},
+        )
 
 
 def warn_about_opaque_mod(mod: str, reason: str) -> None:
@@ -61,13 +56,19 @@ def warn_about_opaque_mod(mod: str, reason: str) -> None:
         BackendRefused: under ANYFLEX_FALLBACK=error.
     """
     message = f"{mod} runs on the reference backend, through vmap: {reason}"
+    _tell([message], {REFERENCE: message})
+
+
+def _tell(messages: list[str], reasons: dict[str, str]) -> None:
+    """Do with these messages what ANYFLEX_FALLBACK says."""
     mode = environment.fallback()
     if mode == "error":
-        raise BackendRefused(f"ANYFLEX_FALLBACK=error: {message}", {REFERENCE: message})
-    if mode == "warn":
-        warn_once(message)
-    else:
-        _log.debug("%s", message)
+        raise BackendRefused(f"ANYFLEX_FALLBACK=error: {'; '.join(messages)}", reasons)
+    for message in messages:
+        if mode == "warn":
+            warn_once(message)
+        else:
+            _log.debug("%s", message)
 
 
 def _on_reference(choice: Choice) -> list[str]:
@@ -121,9 +122,7 @@ def warn_once(message: str, category: type[Warning] = PerformanceWarning) -> Non
         warnings.warn(message, category, stacklevel=user_stacklevel())
 
 
-def forget_warnings() -> None:
-    """Forget which warnings were issued: for tests."""
-    _warned.clear()
-
+forget_warnings = _warned.clear
+"""Forgets which warnings were issued: for tests."""
 
 cached_state.on_replaced(forget_warnings)

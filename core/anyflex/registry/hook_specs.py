@@ -24,9 +24,9 @@ hookimpl = pluggy.HookimplMarker("anyflex")
 def anyflex_order_candidates(spec: Spec, candidates: tuple[str, ...]) -> Sequence[str] | None:
     """Return the candidates in the order in which they shall be asked, or None for no opinion.
 
-    Called once per spec, where the registry chooses by itself. Names that are left out follow in
-    their old order; the reference is no candidate here and stays last. The implementation called
-    last wins.
+    Called at the first call of each kind, where the registry chooses by itself. Names that are
+    left out follow in their old order; the reference is no candidate here and stays last. The
+    implementation called last wins.
     """
 
 

@@ -3,12 +3,11 @@ pluggy's own stops at the first that raises."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyflex.errors import PluginError
-from anyflex.registry.plugin_errors import plugin_code, report
+from anyflex.registry.plugin_errors import load_object, plugin_code, plugin_error, report
 
 if TYPE_CHECKING:
     import pluggy
@@ -20,12 +19,8 @@ __all__ = ["Hooks", "load_plugin"]
 
 def load_plugin(name: str, value: str, distribution: str) -> object:
     """Import a hook plugin. Raises `PluginError`."""
-    module_name, _, attribute = value.partition(":")
-    with plugin_code(name, distribution, f"importing {module_name}"):
-        target: Any = importlib.import_module(module_name.strip())
-    with plugin_code(name, distribution, f"loading {value}"):
-        for part in filter(None, attribute.split("[")[0].strip().split(".")):
-            target = getattr(target, part)
+    target = load_object(name, distribution, value)
+    with plugin_code(name, distribution, f"creating {value}"):
         return target() if isinstance(target, type) else target
 
 
@@ -51,22 +46,14 @@ class Hooks:
         """Register a plugin. Raises `PluginError` if it doesn't fit the hooks' specification, or
         if one of that name is there."""
         if name in self._distributions:
-            raise PluginError(
-                f"hook plugin {name!r} of {distribution} is already registered, by "
-                f"{self._distributions[name]}",
-                plugin=name,
-                distribution=distribution,
-            )
+            owner = self._distributions[name]
+            raise plugin_error(name, distribution, f"has hooks already, registered by {owner}")
         manager = self._manager or _new_manager()
         with plugin_code(name, distribution, "reading its hooks"):
             problem = _register(manager, plugin, name)
         if problem:
-            raise PluginError(
-                f"hook plugin {name!r} of {distribution} is broken: {problem}. Upgrade "
-                f"{distribution.split(' ')[0]}, or set ANYFLEX_DISABLE={name}",
-                plugin=name,
-                distribution=distribution,
-            )
+            cure = f"Upgrade {distribution.split(' ')[0]}, or set ANYFLEX_DISABLE={name}"
+            raise plugin_error(name, distribution, f"is broken: {problem}. {cure}")
         self._manager = manager
         self._distributions[name] = distribution
         self._update()
@@ -80,13 +67,11 @@ class Hooks:
                 continue
             if isinstance(answer, str) or not _order_of(answer, candidates):
                 distribution = self._distributions.get(name, "unknown")
-                problem = PluginError(
-                    f"hook plugin {name!r} of {distribution} is broken: anyflex_order_candidates "
-                    f"must return names out of {list(candidates)}, each once, got {answer!r}",
-                    plugin=name,
-                    distribution=distribution,
+                problem = (
+                    "is broken: anyflex_order_candidates must return names out of "
+                    f"{list(candidates)}, each once, got {answer!r}"
                 )
-                self._drop(name, problem)
+                self._drop(name, plugin_error(name, distribution, problem))
                 continue
             candidates = (*answer, *(c for c in candidates if c not in answer))
         return candidates

@@ -5,8 +5,6 @@ Nothing is published on an index yet, so the line is the one for a checkout.
 
 from __future__ import annotations
 
-import pathlib
-
 import torch
 
 from anyflex.registry.discovery import normalized
@@ -45,11 +43,4 @@ def _extras() -> frozenset[str]:
     try:
         return frozenset(map(normalized, metadata("anyflex").get_all("Provides-Extra") or ()))
     except PackageNotFoundError:
-        # Run from a checkout that isn't installed: an extra exists where its folder does.
-        backends = pathlib.Path(__file__).parents[3] / "backends"
-        folders = {"cpu": "cpu", "cuda": "cuda", "xpu": "xpu", "mps": "mps", "rocm": "triton"}
-        return frozenset(
-            extra
-            for extra, folder in folders.items()
-            if (backends / folder / "pyproject.toml").is_file()
-        )
+        return frozenset((*EXTRAS.values(), "rocm"))  # run from a checkout that isn't installed

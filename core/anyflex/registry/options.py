@@ -12,9 +12,9 @@ A top-level key is one of torch's, or a backend's name with a dict of that backe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from anyflex.contract.backend import Backend
 from anyflex.contract.option import Option
@@ -41,39 +41,36 @@ class TorchKey:
     Args:
         type: of the value.
         rule: the allowed values, in words.
+        allows: whether a value of the right type keeps the rule.
         effect: ``tuning`` changes speed only; ``promise`` allows shortcuts; ``meaning`` changes
             what is computed or by whom.
-        powers_of_two: (smallest, largest) allowed power of two.
-        at_least: smallest allowed int.
-        allowed: the only values that anyflex can honour.
     """
 
     type: type
     rule: str
+    allows: Callable[[Any], bool] = lambda value: True
     effect: Literal["tuning", "promise", "meaning"] = "tuning"
-    powers_of_two: tuple[int, int] | None = None
-    at_least: int | None = None
-    allowed: tuple[Number, ...] | None = None
-
-    def problem(self, value: Number) -> bool:
-        """Whether `value`, of the right type, is outside of the rule."""
-        if self.powers_of_two is not None:
-            low, high = self.powers_of_two
-            number = int(value)
-            return not low <= number <= high or number & (number - 1) != 0
-        if self.at_least is not None:
-            return int(value) < self.at_least
-        return self.allowed is not None and value not in self.allowed
 
 
-_TILE = TorchKey(int, "a power of two from 16 to 1024", powers_of_two=(16, 1024))
+def _power_of_two(low: int, high: int) -> TorchKey:
+    return TorchKey(
+        int,
+        f"a power of two from {low} to {high}",
+        lambda value: low <= value <= high and value & (value - 1) == 0,
+    )
+
+
+def _at_least(least: int) -> TorchKey:
+    return TorchKey(int, f"an int of at least {least}", lambda value: value >= least)
+
+
+_TILE = _power_of_two(16, 1024)
 _FLAG = TorchKey(bool, "True or False")
-_PROMISE = TorchKey(bool, "True or False", "promise")
-_COUNT = TorchKey(int, "an int of at least 1", at_least=1)
+_PROMISE = TorchKey(bool, "True or False", effect="promise")
 
 _BOTH_DIRECTIONS: dict[str, TorchKey] = {
-    "num_warps": TorchKey(int, "a power of two from 1 to 32", powers_of_two=(1, 32)),
-    "num_stages": _COUNT,
+    "num_warps": _power_of_two(1, 32),
+    "num_stages": _at_least(1),
     "BLOCK_M": _TILE,
     "BLOCK_N": _TILE,
     "BLOCK_M1": _TILE,
@@ -85,9 +82,9 @@ _BOTH_DIRECTIONS: dict[str, TorchKey] = {
     "BLOCKS_ARE_CONTIGUOUS": _PROMISE,
     "WRITE_DQ": _FLAG,
     "USE_TMA": _FLAG,
-    "kpack": _COUNT,
-    "matrix_instr_nonkdim": TorchKey(int, "an int of at least 0", at_least=0),
-    "waves_per_eu": TorchKey(int, "an int of at least 0", at_least=0),
+    "kpack": _at_least(1),
+    "matrix_instr_nonkdim": _at_least(0),
+    "waves_per_eu": _at_least(0),
 }
 
 TORCH_KEYS: dict[str, TorchKey] = {
@@ -98,14 +95,14 @@ TORCH_KEYS: dict[str, TorchKey] = {
     "BACKEND": TorchKey(
         str,
         '"AUTO"; to choose a backend use the argument backend=, for example backend="reference"',
+        lambda value: value == "AUTO",
         "meaning",
-        allowed=("AUTO",),
     ),
     "SKIP_MASK_SCORE": TorchKey(
         bool,
         "False: anyflex never leaves out the mods; call without them instead",
+        lambda value: value is False,
         "meaning",
-        allowed=(False,),
     ),
 }
 """All keys that torch documents, and SKIP_MASK_SCORE, which its CPU kernel reads."""
@@ -161,28 +158,23 @@ def _check_torch_key(key: str, value: object, rule: TorchKey) -> None:
     if not right:
         shown = "a dict" if isinstance(value, tuple) else f"{value!r} ({type(value).__name__})"
         raise ArgumentTypeError(f"kernel_options[{key!r}] must be {rule.rule}; got {shown}")
-    assert isinstance(value, (bool, int, float, str))
-    if rule.problem(value):
+    if not rule.allows(value):
         raise ArgumentError(f"kernel_options[{key!r}] must be {rule.rule}; got {value!r}")
 
 
-def unknown_key(
-    key: str, backends: Mapping[str, Backend], names: Iterable[str], meant: Iterable[str]
-) -> ArgumentError:
+def unknown_key(key: str, backends: Mapping[str, Backend], names: Iterable[str]) -> ArgumentError:
     """Return the error for a top-level key that nobody knows, with the nearest name and its owner.
 
     Args:
         key: the key.
         backends: the backends that could be loaded, by name.
         names: every backend name that is known.
-        meant: names of the backends that may compute the call, the likeliest first.
     """
     owners = sorted(name for name, backend in backends.items() if key in backend.options)
     if owners:
-        owner = next((name for name in meant if name in owners), owners[0])
         return ArgumentError(
             f"kernel_options[{key!r}]: it is an own option of backend {' and '.join(owners)}; "
-            f"write kernel_options={{{owner!r}: {{{key!r}: ...}}}}"
+            f"write kernel_options={{{owners[0]!r}: {{{key!r}: ...}}}}"
         )
     return ArgumentError(
         f"kernel_options[{key!r}]: no such option; " + _nearest(key, backends, sorted(names))
@@ -210,15 +202,12 @@ def _nearest(key: str, backends: Mapping[str, Backend], names: Iterable[str]) ->
     )
 
 
-def resolve(
-    kernel_options: KernelOptions, backend: Backend, others: Mapping[str, Backend]
-) -> ResolvedOptions:
+def resolve(kernel_options: KernelOptions, backend: Backend) -> ResolvedOptions:
     """Return the options as `backend` sees them.
 
     Args:
         kernel_options: from `freeze_options`, through `check_top_level`.
         backend: the one that would compute.
-        others: backends that are loaded, by name, to say whose an unknown key is.
 
     Raises:
         ArgumentError, ArgumentTypeError: an own option of this backend is unknown or has a wrong
@@ -252,7 +241,7 @@ def resolve(
                 if key != backend.name:
                     unused.append(f"{key}.{own}")
                 elif own not in backend.options:
-                    raise _unknown_own(own, backend, others)
+                    raise _unknown_own(own, backend)
                 else:
                     take(own, own_value, shown)
             continue
@@ -265,11 +254,8 @@ def resolve(
     return ResolvedOptions(tuple(sorted(values.items())), tuple(unused), tuple(tuning))
 
 
-def _unknown_own(key: str, backend: Backend, others: Mapping[str, Backend]) -> ArgumentError:
+def _unknown_own(key: str, backend: Backend) -> ArgumentError:
     where = f"kernel_options[{backend.name!r}][{key!r}]"
-    owners = sorted(name for name, other in others.items() if key in other.options)
-    if owners:
-        return ArgumentError(f"{where}: it is an option of backend {' and '.join(owners)}")
     if key in TORCH_KEYS:
         return ArgumentError(
             f"{where}: it is one of torch's keys; write it at the top level of kernel_options"

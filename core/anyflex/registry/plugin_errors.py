@@ -12,13 +12,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
+from typing import Any
 
 import torch
 
 from anyflex.errors import AnyflexError, PluginError
 from anyflex.registry import cached_state, environment
 
-__all__ = ["again", "first_line", "forget_reports", "plugin_code", "report"]
+__all__ = [
+    "again",
+    "first_line",
+    "load_object",
+    "plugin_code",
+    "plugin_error",
+    "report",
+]
 
 _log = logging.getLogger("anyflex")
 _reported: set[tuple[str, str, str]] = set()
@@ -42,12 +51,22 @@ def plugin_code(
     except (Exception, SystemExit) as cause:  # This is the wall: see the module's docstring.
         if may_refuse and isinstance(cause, (AnyflexError, torch.OutOfMemoryError)):
             raise
-        raise PluginError(
-            f"plugin {plugin!r} of {distribution} is broken: {doing} raised "
-            f"{first_line(cause).rstrip('.')}. {_cure(plugin, distribution)}",
-            plugin=plugin,
-            distribution=distribution,
-        ) from cause
+        problem = f"is broken: {doing} raised {first_line(cause).rstrip('.')}."
+        cure = _cure(plugin, distribution)
+        raise plugin_error(plugin, distribution, f"{problem} {cure}") from cause
+
+
+def plugin_error(plugin: str, distribution: str, problem: str) -> PluginError:
+    """Return the error of a plugin, whose problem continues the sentence."""
+    return PluginError(
+        f"plugin {plugin!r} of {distribution} {problem}", plugin=plugin, distribution=distribution
+    )
+
+
+def load_object(plugin: str, distribution: str, value: str) -> Any:
+    """Import what an entry point names, ``"module:attribute"``. Raises `PluginError`."""
+    with plugin_code(plugin, distribution, f"importing {value.partition(':')[0]}"):
+        return EntryPoint(plugin, value, group="").load()
 
 
 def _cure(plugin: str, distribution: str) -> str:
@@ -91,9 +110,4 @@ def report(error: PluginError, consequence: str = "") -> None:
     _log.debug("traceback of %s", error.plugin, exc_info=error)
 
 
-def forget_reports() -> None:
-    """Report everything again: for tests."""
-    _reported.clear()
-
-
-cached_state.on_replaced(forget_reports)
+cached_state.on_replaced(_reported.clear)  # for tests, which look for reports again

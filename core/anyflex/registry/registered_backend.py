@@ -3,7 +3,6 @@ loaded at the first use."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import threading
 from collections.abc import Mapping
@@ -17,9 +16,8 @@ from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
-from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry import cached_state
-from anyflex.registry.plugin_errors import plugin_code
+from anyflex.registry.plugin_errors import load_object, plugin_code, plugin_error
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +88,6 @@ class Entry:
         self._target = target
         self._state: State | None = None
         self._asked_while_loading = False
-        self._publish = threading.Lock()
-        free_in_child(self, "_publish")
         self._loading = threading.local()
 
     @property
@@ -106,11 +102,7 @@ class Entry:
 
     def error(self, problem: str) -> PluginError:
         """Return a `PluginError` of this plugin."""
-        return PluginError(
-            f"plugin {self.name!r} of {self.distribution} {problem}",
-            plugin=self.name,
-            distribution=self.distribution,
-        )
+        return plugin_error(self.name, self.distribution, problem)
 
     def state(self) -> State:
         """Load and probe the backend at the first call; return whether it can be used."""
@@ -127,9 +119,8 @@ class Entry:
             state = self._load()
         finally:
             self._loading.here = False
-        with self._publish:
-            if self._state is None:
-                self._state = state
+        if self._state is None:
+            self._state = state
         if self._asked_while_loading:
             # Decisions were made without this backend meanwhile.
             self._asked_while_loading = False
@@ -163,15 +154,7 @@ class Entry:
     def _import(self) -> type[Backend]:
         target: Any = self._target
         if isinstance(target, str):
-            module_name, _, attribute = target.partition(":")
-            if not attribute:
-                raise self.error(f"is broken: its entry point {target!r} must be 'module:Class'")
-            importing = plugin_code(self.name, self.distribution, f"importing {module_name}")
-            with importing:
-                target = importlib.import_module(module_name.strip())
-            with plugin_code(self.name, self.distribution, f"looking up {self._target}"):
-                for part in attribute.split("[")[0].strip().split("."):
-                    target = getattr(target, part)
+            target = load_object(self.name, self.distribution, target)
         if not (isinstance(target, type) and issubclass(target, Backend)):
             raise self.error(
                 f"is broken: {self._target} is not a subclass of anyflex.plugin.Backend but "

@@ -13,7 +13,6 @@ from anyflex.registry.cached_state import STATE
 
 if TYPE_CHECKING:
     from anyflex.contract.call import Call
-    from anyflex.registry.backend_choice import TraceLine
 
 __all__ = [
     "CompiledKernel",
@@ -34,7 +33,6 @@ class CompiledKernel:
         spec: with this backend's own options filled in.
         decision: whether backward is the kernel's own or core's.
         distribution: ``"name version"`` of the backend's plugin.
-        trace: what the candidates answered, the chosen one last.
     """
 
     backend: Backend
@@ -42,7 +40,6 @@ class CompiledKernel:
     spec: Spec
     decision: Accepted
     distribution: str
-    trace: tuple[TraceLine, ...]
 
 
 def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexError:
@@ -51,7 +48,7 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
 
     Don't pass anyflex's own errors or ``torch.OutOfMemoryError``.
     """
-    from anyflex.registry.plugin_errors import first_line
+    from anyflex.registry.plugin_errors import first_line, plugin_error
 
     name = compiled.backend.name
     if isinstance(error, (RuntimeError, MemoryError)):
@@ -61,12 +58,11 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
         if failure := failed_allocation(doing, error):
             return failure
     others = "backend='reference'" if name != "reference" else "another backend"
-    broken = PluginError(
-        f"plugin {name!r} of {compiled.distribution} is broken: its kernel for "
-        f"{summary(compiled.spec)} raised {first_line(error)}. Upgrade "
+    broken = plugin_error(
+        name,
+        compiled.distribution,
+        f"is broken: its kernel for {summary(compiled.spec)} raised {first_line(error)}. Upgrade "
         f"{compiled.distribution.split(' ')[0]}, set ANYFLEX_DISABLE={name}, or force {others}",
-        plugin=name,
-        distribution=compiled.distribution,
     )
     broken.__cause__ = error
     return broken

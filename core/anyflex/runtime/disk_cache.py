@@ -29,6 +29,7 @@ from anyflex.errors import ArgumentError, PluginError
 from anyflex.process.user_frames import user_stacklevel
 from anyflex.process.version import VERSION
 from anyflex.registry import cached_state, environment
+from anyflex.registry.plugin_errors import plugin_error
 from anyflex.runtime.used_artifacts import LISTENERS
 
 __all__ = [
@@ -287,29 +288,20 @@ def _unsafe(folder: pathlib.Path) -> str | None:
     return None
 
 
+@dataclass(slots=True)
 class _SpecArtifacts:
     """`Artifacts` of one spec and one backend build."""
 
-    def __init__(
-        self,
-        plugin: str,
-        distribution: str,
-        build: str,
-        key: str,
-        origin: bytes | None,
-        *,
-        on_disk: bool,
-    ) -> None:
-        self._plugin = plugin
-        self._distribution = distribution
-        self._build = build
-        self._key = key
-        self._origin = origin
-        self._on_disk = on_disk
+    plugin: str
+    distribution: str
+    build: str
+    key: str
+    origin: bytes | None
+    on_disk: bool
 
     def get(self, name: str) -> bytes | None:
         self._check(name)
-        found = store().get(self._build, self._key, name) if self._on_disk else None
+        found = store().get(self.build, self.key, name) if self.on_disk else None
         if found is not None:
             self._keep_origin()
         return found
@@ -318,16 +310,16 @@ class _SpecArtifacts:
         self._check(name)
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise self._error(f"data must be bytes, got {type(data).__name__}")
-        if self._on_disk:
+        if self.on_disk:
             self._keep_origin()
-            store().put(self._build, self._key, name, bytes(data))
+            store().put(self.build, self.key, name, bytes(data))
 
     def _keep_origin(self) -> None:
         # Written beside other artifacts alone: a backend that keeps none has nothing to list or to
         # load.
-        origin, self._origin = self._origin, None
-        if origin is not None and store().get(self._build, self._key, ORIGIN) is None:
-            store().put(self._build, self._key, ORIGIN, origin)
+        origin, self.origin = self.origin, None
+        if origin is not None and store().get(self.build, self.key, ORIGIN) is None:
+            store().put(self.build, self.key, ORIGIN, origin)
 
     def _check(self, name: str) -> None:
         if name == ORIGIN:
@@ -338,11 +330,8 @@ class _SpecArtifacts:
             )
 
     def _error(self, problem: str) -> PluginError:
-        return PluginError(
-            f"plugin {self._plugin!r} of {self._distribution} is broken: artifacts: {problem}",
-            plugin=self._plugin,
-            distribution=self._distribution,
-        )
+        problem = f"is broken: artifacts: {problem}"
+        return plugin_error(self.plugin, self.distribution, problem)
 
 
 def artifacts_for(
@@ -373,7 +362,7 @@ def artifacts_for(
     parts = (plugin, package, version, VERSION, IN_FORCE, fingerprint, spec_digest)
     key = hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
     build = re.sub(r"[^A-Za-z0-9._+-]", "_", f"{package}-{version}").lstrip(".") or "_"
-    return _SpecArtifacts(plugin, f"{package} {version}", build, key, origin, on_disk=on_disk)
+    return _SpecArtifacts(plugin, f"{package} {version}", build, key, origin, on_disk)
 
 
 _store: Store | None = None

@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import OrderedDict
 
 import torch
 
 from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.spec import Spec
 from anyflex.errors import BackendRefused, GraphCaptureError, PluginError
-from anyflex.process.lru import Recent
 from anyflex.registry import backend_table, cached_state, plugin_errors
-from anyflex.registry.backend_choice import Choice, TraceLine
+from anyflex.registry.backend_choice import Choice, entry_line
 from anyflex.registry.fallback import (
     warn_about_determinism,
     warn_about_fallback,
@@ -33,7 +33,7 @@ __all__ = ["forget", "kernel_for"]
 KERNELS = 512
 """Maximum number of live kernels that are kept, LRU."""
 
-_kernels: Recent[tuple[Entry, Spec], Kernel] = Recent(KERNELS)
+_kernels: OrderedDict[tuple[Entry, Spec], Kernel] = OrderedDict()
 _compiling: dict[tuple[Entry, Spec], threading.RLock] = {}
 """Locks of the compiles that are running."""
 
@@ -71,22 +71,16 @@ def kernel_for(
             try:
                 kernel = _compiled_once(entry, answer.state.backend, answer.spec)
             except BackendRefused as refusal:
-                line = TraceLine(entry.name, entry.distribution, "refuses", str(refusal))
+                line = entry_line(entry, "refuses", str(refusal))
             except PluginError as failure:
                 error = failure
-                line = TraceLine(entry.name, entry.distribution, "broken", _short(failure))
+                line = entry_line(entry, "broken", _short(failure))
             else:
                 warn_about_fallback(choice, trace, entry.name)
                 warn_about_unused_options(answer)
                 warn_about_determinism(answer)
-                chosen = TraceLine(entry.name, entry.distribution, "chosen", "")
                 return CompiledKernel(
-                    answer.state.backend,
-                    kernel,
-                    answer.spec,
-                    answer.decision,
-                    entry.distribution,
-                    (*trace, chosen),
+                    answer.state.backend, kernel, answer.spec, answer.decision, entry.distribution
                 )
         trace.append(line)
         if error is not None:
@@ -106,15 +100,15 @@ def _short(failure: PluginError) -> str:
 def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
     """Return the live kernel, or compile it; threads that come meanwhile wait."""
     key = (entry, spec)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        # Reentrant: a compile that asks for its own spec is an error and doesn't hang.
-        with _compiling.setdefault(key, threading.RLock()):
-            kernel = _kernels.get(key)
-            if kernel is None:
-                kernel = _compile(entry, backend, spec)
-                _kernels.put(key, kernel)
-                _compiling.pop(key, None)
+    # Reentrant: a compile that asks for its own spec is an error and doesn't hang.
+    with _compiling.setdefault(key, threading.RLock()):
+        kernel = _kernels.pop(key, None)
+        if kernel is None:
+            kernel = _compile(entry, backend, spec)
+        _kernels[key] = kernel  # the last one used, now
+        if len(_kernels) > KERNELS:
+            _kernels.popitem(last=False)
+        _compiling.pop(key, None)
     return kernel
 
 
@@ -138,8 +132,6 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
         )
     with plugin_errors.plugin_code(entry.name, entry.distribution, "fingerprint()"):
         fingerprint = backend.fingerprint()
-    if not isinstance(fingerprint, str):
-        raise entry.error(f"is broken: fingerprint() must return a str, got {fingerprint!r}")
     digest = spec.digest()
     artifacts = disk_cache.artifacts_for(
         plugin=entry.name,
@@ -169,8 +161,7 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
 
 def forget() -> None:
     """Drop live kernels; those in use stay valid."""
-    global _kernels
-    _kernels = Recent(KERNELS)
+    _kernels.clear()
 
 
 cached_state.on_replaced(forget)
