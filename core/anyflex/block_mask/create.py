@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.device_views import packed_views
 from anyflex.mask_structure.run_checks import checked_block_size, checked_device, checked_length
 from anyflex.mask_structure.runs import PARTIAL
-from anyflex.tensors.allocation import no_memory_for
+from anyflex.tensors.allocation import failed_allocation
 from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import mod_kind, trace_mod
@@ -140,7 +139,8 @@ def create_mask(
     try:
         mask = torch.empty(shape, dtype=torch.bool, device=wanted)
     except (RuntimeError, MemoryError) as error:
-        told = no_memory_for(f"the mask {list(shape)}", math.prod(shape), wanted, error)
+        doing = f"there is not enough memory on {wanted} for the mask {list(shape)}"
+        told = failed_allocation(doing, error)
         if told is None:
             raise
         raise told from error

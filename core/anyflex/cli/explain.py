@@ -154,7 +154,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     import anyflex
     from anyflex.bench.named_mods import mask_mods, score_mods
     from anyflex.cli.device_argument import present_device
-    from anyflex.tensors.allocation import no_memory_for, total_bytes
+    from anyflex.tensors.allocation import failed_allocation
 
     if args.q is None:
         raise WrongUsage("give FILE.py::function or --q BxHxLxE; see anyflex explain --help")
@@ -172,8 +172,8 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
             for shape in shapes
         )
     except (RuntimeError, MemoryError) as error:
-        size = total_bytes((shape, dtype) for shape in shapes)
-        if failure := no_memory_for("query, key and value", size, device, error):
+        doing = f"there is not enough memory on {device} for query, key and value"
+        if failure := failed_allocation(doing, error):
             raise failure from error
         raise
     batch, heads = q_shape[:2]

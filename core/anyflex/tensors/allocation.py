@@ -6,15 +6,13 @@ allocators, above all the CPU's, raise plain RuntimeErrors that only their text 
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
 
 import torch
 
 from anyflex.errors import AllocationError
 
-__all__ = ["failed_allocation", "no_memory_for", "total_bytes"]
+__all__ = ["failed_allocation"]
 
 _FAILED = re.compile(
     r"tried to allocate|can't allocate|not enough memory|out of memory|"
@@ -26,28 +24,8 @@ _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
-def total_bytes(tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
-    """Return the size of tensors of these shapes and dtypes."""
-    return sum([math.prod(shape) * dtype.itemsize for shape, dtype in tensors])
-
-
-def no_memory_for(
-    what: str, size: int, device: torch.device, error: BaseException
-) -> AllocationError | None:
-    """Return the error to raise where an allocation raised `error`, or None where the size wasn't
-    the cause.
-
-    Args:
-        what: the object that is allocated: ``"out"``.
-        size: in bytes.
-    """
-    if not _is_failure(error):
-        return None
-    return _error(f"there is not enough memory on {device} for {what}", size, error)
-
-
 def failed_allocation(doing: str, error: BaseException) -> AllocationError | None:
-    """Return the error to raise where plugin code raised `error`, or None where that isn't a
+    """Return the error to raise where an allocation raised `error`, or None where that isn't a
     failed allocation.
 
     Args:
@@ -55,8 +33,13 @@ def failed_allocation(doing: str, error: BaseException) -> AllocationError | Non
     """
     if not _is_failure(error):
         return None
-    asked = _ASKED.search(str(error))
-    return _error(doing, int(asked[1]) if asked else None, error)
+    found = _ASKED.search(str(error))
+    asked = f": {found[1]} bytes ({_readable(int(found[1]))}) were asked for" if found else ""
+    failure = AllocationError(
+        f"{doing}{asked}. Make the call smaller (batch, heads or lengths), or free memory."
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _is_failure(error: BaseException) -> bool:
@@ -65,15 +48,6 @@ def _is_failure(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and _FAILED.search(str(error)) is not None
-
-
-def _error(problem: str, size: int | None, error: BaseException) -> AllocationError:
-    asked = "" if size is None else f": {size} bytes ({_readable(size)}) were asked for"
-    failure = AllocationError(
-        f"{problem}{asked}. Make the call smaller (batch, heads or lengths), or free memory."
-    )
-    failure.__cause__ = error
-    return failure
 
 
 def _readable(size: int) -> str:
