@@ -202,7 +202,7 @@ def test_a_tensor_outside_of_its_memory_reaches_no_kernel(
     name: str, change: Callable[[Tensor], Tensor]
 ) -> None:
     out, _ = hooked(change, name)
-    with pytest.raises(ArgumentError, match=f"^{re.escape(name)} (of shape|is a zero tensor)"):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(name)} (of shape|is a Tensor without)"):
         out.sum().backward()
     assert not KeepingBackend.found
 

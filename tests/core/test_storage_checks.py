@@ -61,15 +61,15 @@ def kept_from(transform: Callable[..., Any], *given: Tensor) -> Tensor:
 
 # Constructor of each tensor, and its message beside the name.
 UNREADABLE: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "zero": (lambda: torch._efficientzerotensor(SHAPE), r"zero tensor.*\.clone\(\)"),
-    "fake": (fake, "FakeTensor.*every tensor of the call fake"),
+    "zero": (lambda: torch._efficientzerotensor(SHAPE), "without memory of its own"),
+    "fake": (fake, "every tensor of the call fake"),
     "functional": (
         lambda: torch._to_functional_tensor(torch.randn(SHAPE)),
-        "functional tensor.*_from_functional_tensor",
+        "without memory of its own",
     ),
     "kept from vmap": (
         lambda: kept_from(torch.func.vmap, torch.randn(3, *SHAPE)),
-        "no memory that a kernel could read.*kept from inside of torch.func's vmap",
+        r"without memory of its own .*\.clone\(\)",
     ),
     "freed": (lambda: resized(0), "storage of 1024 bytes and has one of 0,.*resize it back"),
     "short": (lambda: resized(400), r"storage of 1024 bytes and has one of 400,.*\.clone\(\)"),
@@ -104,14 +104,14 @@ def test_a_sparse_gradient_that_arrives_is_refused_with_its_cure() -> None:
 @inputs
 def test_an_input_without_its_memory_is_refused(made: str, position: int) -> None:
     name = ("query", "key", "value")[position]
-    with pytest.raises(ArgumentError, match=rf"^{name}\b"):
+    with pytest.raises(ArgumentError, match=rf"\b{name}\b"):
         anyflex.flex_attention(*given(position, UNREADABLE[made][0]()), backend="reference")
 
 
 @MAKERS
 def test_the_message_of_an_input_tells_what_came_and_the_cure(made: str) -> None:
     make, said = UNREADABLE[made]
-    with pytest.raises(ArgumentError, match=rf"^query .*{said}"):
+    with pytest.raises(ArgumentError, match=rf"query.*{said}"):
         anyflex.flex_attention(*given(0, make()), backend="reference")
 
 
@@ -130,8 +130,7 @@ def test_a_captured_tensor_without_its_memory_is_refused_by_name(made: str) -> N
 @MAKERS
 def test_no_mask_is_built_of_a_captured_tensor_without_its_memory(made: str) -> None:
     table = UNREADABLE[made][0]()
-    which = "has no memory" if made == "kept from vmap" else "(is|of)"
-    with pytest.raises(BlockMaskError, match=f"captured tensor 'table', which {which}"):
+    with pytest.raises(BlockMaskError, match="captured tensor 'table', which (is|of)"):
         anyflex.create_block_mask(lambda b, h, q, k: table[0, 0, q, k % 8] > 0, 1, 1, 16, 16)
 
 
@@ -241,24 +240,22 @@ def test_fake_tensors_are_told_from_others_and_whole_calls_of_them_work() -> Non
     with FakeTensorMode() as mode:
         query, key, value = (torch.randn(SHAPE) for _ in range(3))
         assert anyflex.flex_attention(query, key, value).shape == SHAPE
-        with pytest.raises(ArgumentError, match="are fake .*, or what a mod captures isn't fake"):
+        with pytest.raises(ArgumentError, match="not fake: none.*also what score_mod"):
             anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + table[k])
         known = mode.from_tensor(table)
         out = anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + known[k])
         assert out.shape == SHAPE
     with pytest.raises(
         ArgumentError,
-        match="query, key and value are fake .* FakeTensorMode is off or another one",
+        match=r"^fake \(FakeTensor\): query, key, value; .* call while it is on",
     ):
         anyflex.flex_attention(query, key, value)
-    with pytest.raises(
-        ArgumentError, match=r"query is fake \(FakeTensor\), and key and value are"
-    ):
+    with pytest.raises(ArgumentError, match=r"fake \(FakeTensor\): query; not fake: key, value"):
         anyflex.flex_attention(query, torch.randn(SHAPE), torch.randn(SHAPE))
     real = [torch.randn(SHAPE) for _ in range(3)]
     with (
         FakeTensorMode(),
-        pytest.raises(ArgumentError, match="not fake, and FakeTensorMode is active"),
+        pytest.raises(ArgumentError, match="fake .*: none; not fake: query, key, value"),
     ):
         anyflex.flex_attention(*real)
 
@@ -302,9 +299,9 @@ def test_an_offset_counts() -> None:
 def test_what_was_kept_from_a_gradient_is_refused() -> None:
     kept = kept_from(torch.func.grad, torch.randn(SHAPE))
     for position, name in enumerate(("query", "key", "value")):
-        with pytest.raises(ArgumentError, match=f"{name} has no memory.*vmap or grad"):
+        with pytest.raises(ArgumentError, match=f"{name} is a Tensor without memory"):
             anyflex.flex_attention(*given(position, kept))
-    with pytest.raises(ArgumentError, match="captured tensor 'kept' has no memory"):
+    with pytest.raises(ArgumentError, match="captured tensor 'kept' is a Tensor without"):
         anyflex.flex_attention(
             *given(0, torch.randn(SHAPE)), score_mod=lambda s, b, h, i, j: s + kept[0, 0, i, 0]
         )

@@ -193,8 +193,7 @@ def test_a_full_disk_raises_nothing(
         populate(member("next"), disk_cache.seal("next", b"1"))
     assert len(told) + len(caplog.messages) == 1
     assert "No space left" in (caplog.text or str(told[0].message))
-    # In memory, it serves this process.
-    assert kept("next") == b"1"
+    assert kept("next") is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
@@ -204,32 +203,17 @@ def test_a_folder_that_others_can_write_gets_nothing() -> None:
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="lets others write"):
         populate(member(), SEALED)
-    assert kept() == b"machine code"
+    assert kept() is None
     assert list(folder.rglob("*")) == []
 
 
 def test_the_module_can_be_loaded_again() -> None:
     try:
-        again = importlib.reload(torch_bundle)
-        assert again.problem() is None
+        importlib.reload(torch_bundle)
         artifacts().put("code", b"1")
         assert len(saved()[1]) == 1
     finally:
         importlib.reload(torch_bundle)
-
-
-def test_a_manager_that_has_changed_stops_no_call(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch_bundle, "_manager", object())
-    monkeypatch.setattr(torch_bundle, "_problem", None)
-    with caplog.at_level(logging.WARNING, "anyflex"):
-        artifacts().put("code", b"1")
-        artifacts().put("next", b"2")
-    (line,) = caplog.messages
-    assert "torch's cache bundles lack anyflex's artifacts" in line and "record_artifact" in line
-    assert artifacts().get("code") == b"1"
-    assert "record_artifact" in str(torch_bundle.problem())
 
 
 def run(code: str) -> str:
@@ -238,29 +222,6 @@ def run(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
-        "import torch.compiler._cache as c; del c.CacheArtifactManager",
-        "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
-        "import torch.compiler._cache as c; del c.CacheArtifactFactory.register",
-    ],
-)
-def test_without_torch_s_private_cache_import_and_calls_work_and_doctor_can_tell(
-    missing: str,
-) -> None:
-    out = run(
-        f"import sys, torch; {missing}\n"
-        "import anyflex\n"
-        "from anyflex.runtime import torch_bundle\n"
-        "q = torch.zeros(1, 1, 4, 8)\n"
-        "assert anyflex.flex_attention(q, q, q).shape == q.shape\n"
-        "print(torch_bundle.problem())"
-    )
-    assert out.startswith("registering raised ")
 
 
 def test_a_bundle_is_lost_whole_where_anyflex_is_not_imported(tmp_path: pathlib.Path) -> None:

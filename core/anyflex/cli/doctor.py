@@ -79,11 +79,9 @@ def _indented(lines: list[str]) -> list[str]:
 def _versions(versions: dict[str, Any]) -> list[str]:
     oldest, newest = versions["torch_tested"]
     note = "" if versions["torch_in_tested_range"] else "not tested; "
-    lacks = [f"  lacks {each['name']}: {each['without']}" for each in versions["torch_lacks"]]
     return [
         f"anyflex {versions['anyflex']} (plugin contract {versions['contracts'][-1]})",
         f"torch {versions['torch']} ({note}tested: {oldest} to {newest})",
-        *lacks,
         f"Python {versions['python']} on {versions['platform']}",
     ]
 
@@ -171,9 +169,4 @@ def _cache(cache: dict[str, Any]) -> list[str]:
     lines = [f"{cache['folder']}: {cache['artifacts']} artifacts, {cache['bytes']:,} bytes"]
     if cache["problem"] is not None:
         lines.append(f"can't be used: {cache['problem']}; kernels are kept in memory only")
-    if cache["torch_bundle_problem"] is not None:
-        lines.append(
-            "torch.compiler.save_cache_artifacts() holds nothing of anyflex: "
-            f"{cache['torch_bundle_problem']}; anyflex.save_artifacts() does"
-        )
     return lines

@@ -24,7 +24,7 @@ from anyflex.registry import backend_table, environment, install_hints, plugin_e
 from anyflex.registry.discovery import hidden_copies
 from anyflex.registry.doctor_report import BackendRow, backend_rows, hook_rows
 from anyflex.registry.plugin_errors import first_line
-from anyflex.runtime import disk_cache, torch_bundle
+from anyflex.runtime import disk_cache
 from anyflex.tensors import torch_versions
 
 __all__ = ["collect"]
@@ -74,10 +74,6 @@ def _versions() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_tested": list(torch_versions.TESTED),
         "torch_in_tested_range": torch_versions.is_tested(torch.__version__),
-        "torch_lacks": [
-            {"name": f"torch.{name.path}", "without": name.without}
-            for name in torch_versions.missing_names()
-        ],
         "platform": f"{platform.system()} {platform.machine()}",
     }
 
@@ -199,7 +195,6 @@ def _cache() -> dict[str, Any]:
             "artifacts": 0,
             "bytes": 0,
             "problem": str(error),
-            "torch_bundle_problem": torch_bundle.problem(),
         }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the facts have its message
@@ -210,7 +205,6 @@ def _cache() -> dict[str, Any]:
         "artifacts": len(items),
         "bytes": sum(item.size for item in items),
         "problem": store.problem,
-        "torch_bundle_problem": torch_bundle.problem(),
     }
 
 

@@ -54,29 +54,11 @@ def _answers_itself(tensor: Tensor | None) -> bool:
 
 
 def _mixed(tensors: dict[str, Tensor | None]) -> str:
-    kinds = {
-        name: getattr(tensor, "fake_mode", None) is not None
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
-    fake = [name for name, is_fake in kinds.items() if is_fake]
-    real = [name for name, is_fake in kinds.items() if not is_fake]
-    if fake and real:
-        found = f"{_listed(fake)} fake (FakeTensor), and {_listed(real)} not"
-    elif fake:
-        found = (
-            f"{_listed(fake)} fake (FakeTensor), and FakeTensorMode is off or another one, or "
-            "what a mod captures isn't fake"
-        )
-    else:
-        found = f"{_listed(real)} not fake, and FakeTensorMode is active"
+    fake = [name for name, tensor in tensors.items() if hasattr(tensor, "fake_mode")]
+    real = [name for name, tensor in tensors.items() if tensor is not None and name not in fake]
     return (
-        f"{found}: under one FakeTensorMode, make every tensor of the call fake by "
-        "mode.from_tensor(...), also what score_mod and mask_mod capture; or call with real "
+        f"fake (FakeTensor): {', '.join(fake) or 'none'}; not fake: {', '.join(real) or 'none'}. "
+        "Under one FakeTensorMode, make every tensor of the call fake by mode.from_tensor(...), "
+        "also what score_mod and mask_mod capture, and call while it is on; or call with real "
         "tensors outside of it."
     )
-
-
-def _listed(names: list[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last} are" if others else f"{last} is"

@@ -3,44 +3,26 @@
 torch collects what a process compiles in ``CacheArtifactManager``, and lets others register a type
 of their own (https://github.com/pytorch/pytorch/pull/152977). A bundle that holds a type which
 isn't registered is lost whole, torch's own part too: so this module is loaded by `import anyflex`.
-
-``torch.compiler._cache`` is private. In a torch with another cache nothing is registered or
-recorded, `problem` says why, and everything else works.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-import torch
 
 from anyflex.runtime.used_artifacts import LISTENERS
-from anyflex.tensors.torch_versions import (
-    CacheArtifact,
-    CacheArtifactFactory,
-    CacheArtifactManager,
-    artifact_types,
-)
+from anyflex.tensors.torch_versions import torch_cache
 
-__all__ = ["TYPE", "problem", "record"]
+__all__ = ["TYPE", "record"]
 
 TYPE = "anyflex"
 """Name of the artifact type; part of each bundle."""
 
 _log = logging.getLogger("anyflex")
-_manager: Any = None
-_problem: str | None = None
 
 
 class _Digest(bytes):
     """Stands for the content of an artifact that this process has used: its file's seal. The file
     is read when a bundle is saved, so that a long process holds no copy of every kernel."""
-
-
-def problem() -> str | None:
-    """Return why torch's bundles lack anyflex's artifacts in this torch, or None."""
-    return _problem
 
 
 def record(member: str, digest: bytes) -> None:
@@ -50,59 +32,34 @@ def record(member: str, digest: bytes) -> None:
         member: ``"build/key/name"``.
         digest: of its content: a tuning table that has changed is recorded again.
     """
-    global _manager, _problem
-    if _manager is None:
-        return
-    try:
-        _manager.record_artifact(TYPE, member, _Digest(digest))
-    # torch's private code is as foreign as a plugin's, and a call must not fail because of it.
-    except Exception as error:  # noqa: BLE001
-        _manager, _problem = None, f"recording raised {type(error).__name__}: {error}"
-        _log.warning("torch's cache bundles lack anyflex's artifacts from here on: %s", _problem)
+    torch_cache.CacheArtifactManager.record_artifact(TYPE, member, _Digest(digest))
 
 
-def _register() -> Any:
-    """Register the type; return torch's manager.
+class AnyflexArtifact(torch_cache.CacheArtifact):  # type: ignore[misc]
+    """One artifact: recorded, with its file read late, or out of a bundle."""
 
-    Raises:
-        Exception: of any kind, where torch's cache isn't the known one.
-    """
-    if None in (CacheArtifact, CacheArtifactFactory, CacheArtifactManager, artifact_types):
-        raise AttributeError(f"torch {torch.__version__} has no such torch.compiler._cache")
+    def __init__(self, key: str, content: bytes) -> None:
+        # The base is a frozen dataclass.
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "_given", content)
 
-    class AnyflexArtifact(CacheArtifact):  # type: ignore[misc]
-        """One artifact: recorded, with its file read late, or out of a bundle."""
+    @property
+    def content(self) -> bytes:
+        given: bytes = self._given
+        return _file_of(self.key) if isinstance(given, _Digest) else given
 
-        def __init__(self, key: str, content: bytes) -> None:
-            # The base is a frozen dataclass.
-            object.__setattr__(self, "key", key)
-            object.__setattr__(self, "_given", content)
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
 
-        @property
-        def content(self) -> bytes:
-            given: bytes = self._given
-            return _file_of(self.key) if isinstance(given, _Digest) else given
+    def __hash__(self) -> int:
+        return hash((self.key, self._given))
 
-        def __eq__(self, other: object) -> bool:
-            return type(other) is type(self) and vars(other) == vars(self)
+    def populate_cache(self) -> None:
+        _restore(self.key, self.content)
 
-        def __hash__(self) -> int:
-            return hash((self.key, self._given))
-
-        def populate_cache(self) -> None:
-            _restore(self.key, self.content)
-
-        @staticmethod
-        def type() -> str:
-            return TYPE
-
-    # A second `register` asserts: this module was loaded again, and the first one's class serves.
-    known = artifact_types.get(TYPE)
-    if known is None:
-        CacheArtifactFactory.register(AnyflexArtifact)
-    elif known.__module__ != __name__:
-        raise TypeError(f"{known.__module__} has registered the type {TYPE!r}")
-    return CacheArtifactManager
+    @staticmethod
+    def type() -> str:
+        return TYPE
 
 
 def _file_of(member: str) -> bytes:
@@ -131,11 +88,7 @@ def _restore(member: str, file: bytes) -> None:
         _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", member, refused)
 
 
-try:
-    _manager = _register()
-# torch's private code may raise anything, and `import anyflex` must not fail because of it.
-except Exception as error:  # noqa: BLE001
-    _problem = f"registering raised {type(error).__name__}: {error}"
-    _log.info("torch's cache bundles lack anyflex's artifacts: %s", _problem)
-else:
+# A second `register` asserts: this module was loaded again, and the first one's class serves.
+if TYPE not in torch_cache.CacheArtifactFactory._artifact_types:
+    torch_cache.CacheArtifactFactory.register(AnyflexArtifact)
     LISTENERS.append(record)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError
-from anyflex.tensors.torch_versions import is_functional, is_zero_tensor
+from anyflex.tensors.torch_versions import is_functional
 
 __all__ = [
     "PLAIN",
@@ -104,20 +104,20 @@ def why_unreadable(tensor: Tensor) -> str:
             "is a FakeTensor, which holds no numbers, in a call that computes: make every tensor "
             "of the call fake, under one FakeTensorMode, or none"
         )
-    if is_zero_tensor(tensor):
-        return "is a zero tensor without memory (torch._efficientzerotensor): pass its .clone()"
-    if is_functional(tensor):
-        return (
-            "is a functional tensor, whose numbers lie in the tensor that it wraps: pass "
-            "torch._from_functional_tensor(...) of it"
-        )
+    kind = type(tensor).__name__
+    cure = (
+        "its .to_local()"
+        if hasattr(tensor, "to_local")
+        else "a plain tensor, such as its .clone()"
+    )
+    none = f"is a {kind} without memory of its own that a kernel could read: pass {cure}"
     try:
-        storage = tensor.untyped_storage()
-    except RuntimeError as error:  # BatchedTensor and opaque tensors
-        return (
-            f"has no memory that a kernel could read ({error}): pass a plain tensor, not one that "
-            "was kept from inside of torch.func's vmap or grad"
-        )
+        storage, begin = tensor.untyped_storage(), tensor.data_ptr()
+    except RuntimeError:  # torch's error where there is no storage
+        return none
+    # An accelerator's tensors may have no addresses, which is up to its backend.
+    if is_functional(tensor) or (begin == 0 and storage.nbytes() and tensor.device.type == "cpu"):
+        return none
     last = tensor.storage_offset() + last_element(tensor.shape, tensor.stride())
     end = (last + 1) * tensor.element_size()
     if end > storage.nbytes():
@@ -126,11 +126,4 @@ def why_unreadable(tensor: Tensor) -> str:
             f"of {end} bytes and has one of {storage.nbytes()}, which was freed or made smaller: "
             "resize it back and fill it, or pass a tensor that was .clone()d before"
         )
-    # An accelerator's tensors may have no addresses, which is up to its backend.
-    if tensor.data_ptr() == 0 and tensor.device.type == "cpu":
-        kind = type(tensor).__name__
-        cure = (
-            "its .to_local()" if hasattr(tensor, "to_local") else "the plain tensor that it wraps"
-        )
-        return f"is a {kind} without memory of its own that a kernel could read: pass {cure}"
     return ""
