@@ -152,8 +152,8 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
 
     aux = AuxRequest()
     cpu = torch.device("cpu")
-    call = CheckedCall(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
-    inputs = gather(call)
+    checked = CheckedCall(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
+    inputs = gather(checked)
     plan = plan_for(inputs)
     call = inputs.call
 
@@ -166,7 +166,7 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
             lambda: traced(closure(slopes, 3.0), "score", torch.float32, cpu), calls
         ),
         "part: inputs (with the trace)": median_us(
-            lambda: gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None),
+            lambda: gather(checked._replace(score_mod=closure(slopes, 3.0))),
             calls,
         ),
         "part: facts and plan lookup": median_us(lambda: plan_for(inputs), calls),

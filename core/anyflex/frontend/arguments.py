@@ -77,20 +77,11 @@ def check_tensors(
     if head_dim == 0 or value_dim == 0:
         fail("ArgumentError", f"head dims must be positive, got E = {head_dim}, Ev = {value_dim}.")
     if key_length != value_length:
-        fail(
-            "ArgumentError",
-            f"key and value must have one length S, got {key_length} and {value_length}.",
-        )
+        _refuse_pair("length S", key_length, value_length)
     if key_heads != value_heads:
-        fail(
-            "ArgumentError",
-            f"key and value must have one number of heads H, got {key_heads} and {value_heads}.",
-        )
+        _refuse_pair("number of heads H", key_heads, value_heads)
     if key_batch != value_batch:
-        fail(
-            "ArgumentError",
-            f"key and value must have one batch size, got {key_batch} and {value_batch}.",
-        )
+        _refuse_pair("batch size", key_batch, value_batch)
     if key_batch != batch and key_batch != 1:
         direction = (
             " Broadcasting goes from key and value to query, not the other way: expand query."
@@ -107,6 +98,10 @@ def check_tensors(
     elif heads == 0:
         fail("ArgumentError", "query and key must have at least one head, got H = 0.")
     return batch, heads, length, key_length, head_dim
+
+
+def _refuse_pair(what: str, of_key: int, of_value: int) -> NoReturn:
+    fail("ArgumentError", f"key and value must have one {what}, got {of_key} and {of_value}.")
 
 
 def refuse_tensors(query: Any, key: Any, value: Any) -> NoReturn:

@@ -241,21 +241,8 @@ def _loads(request: Request) -> list[tuple[torch.dtype, int] | None]:
     return [found.get(position) for position in range(max(found, default=-1) + 1)]
 
 
-def _fake_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: Tensor | None,
-    saved_by: Tensor | None,
-    tensors: list[Tensor],
-    ints: list[int],
-    request: str,
-) -> list[Tensor]:
+def _fake_backward(*given: Any) -> list[Tensor]:
+    _, _, _, query, key, value, *_, tensors, ints, request = given
     _check_fake(query)
     flags = read_request(request).gradients
     captured = _parts(tensors, ints).captured
@@ -315,28 +302,19 @@ _VIEWS = 64
 _recent_views: dict[object, tuple[Any, ...]] = {}
 
 
-def _views(
-    mask: list[Tensor],
-    query: Tensor,
-    key: Tensor,
-    block_size: tuple[int, int],
-) -> Any:
+def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]) -> Any:
     from anyflex.mask_structure import views_registry
 
     offsets, runs = mask
     lengths = query.shape[2], key.shape[2]
-    live = views_registry.find(offsets, runs, lengths, block_size)
-    if live is None:
-        return _copied_views(offsets, runs, lengths, block_size, query.device)
-    return live.on(query.device)
+    views = views_registry.find(offsets, runs, lengths, block_size)
+    if views is None:
+        views = _copied_views(offsets, runs, lengths, block_size)
+    return views.on(query.device)
 
 
 def _copied_views(
-    offsets: Tensor,
-    runs: Tensor,
-    lengths: tuple[int, int],
-    block_size: tuple[int, int],
-    device: torch.device,
+    offsets: Tensor, runs: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> Any:
     from anyflex.mask_structure.device_views import MaskViews
     from anyflex.mask_structure.run_checks import check_structure
@@ -344,20 +322,19 @@ def _copied_views(
     check_structure(offsets, runs, lengths, block_size, values=False)
     offsets, runs = offsets.contiguous(), runs.contiguous()
     if offsets.device.type != "cpu":  # comparing would synchronise
-        return MaskViews(offsets, runs, *lengths, block_size).on(device)
-    facts = (offsets.shape, runs.shape, lengths, block_size, device)
+        return MaskViews(offsets, runs, *lengths, block_size)
+    facts = (offsets.shape, runs.shape, lengths, block_size)
     known = _recent_views.get(facts) or ()
-    for kept_offsets, kept_runs, views in known:
-        if torch.equal(kept_offsets, offsets) and torch.equal(kept_runs, runs):
+    for views in known:
+        if torch.equal(views.offsets, offsets) and torch.equal(views.runs, runs):
             return views
     check_structure(offsets, runs, lengths, block_size)
     # Copies, since the tensors may be written again.
     made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
-    views = made.on(device)
     if len(_recent_views) >= _VIEWS:
         _recent_views.clear()
-    _recent_views[facts] = ((made.offsets, made.runs, views), *known[:_ALTERNATIVES])
-    return views
+    _recent_views[facts] = (made, *known[:_ALTERNATIVES])
+    return made
 
 
 _ALTERNATIVES = 7

@@ -7,7 +7,7 @@ may put another tensor in a saved one's place, and kernels read by address as wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -98,21 +98,20 @@ def check_like(
         ArgumentError: it has another shape, layout or device.
         ArgumentTypeError: it has another dtype.
     """
+    kind: type[ArgumentError | ArgumentTypeError] = ArgumentError
+    got: object
     if tensor.is_nested:
-        _refuse(ArgumentError, name, "be one dense tensor", "a nested one", cure)
-    if tensor.layout is not torch.strided:
-        _refuse(ArgumentError, name, "be dense (layout torch.strided)", tensor.layout, cure)
-    if tensor.shape != torch.Size(shape):
-        _refuse(ArgumentError, name, f"have shape {list(shape)}", list(tensor.shape), cure)
-    if tensor.dtype is not dtype:
-        _refuse(ArgumentTypeError, name, f"have dtype {dtype}", tensor.dtype, cure)
-    if tensor.device != device:
-        _refuse(ArgumentError, name, f"be on {device}", tensor.device, cure)
-
-
-def _refuse(
-    kind: type[ArgumentError | ArgumentTypeError], name: str, wanted: str, got: Any, cure: str
-) -> NoReturn:
+        wanted, got = "be one dense tensor", "a nested one"
+    elif tensor.layout is not torch.strided:
+        wanted, got = "be dense (layout torch.strided)", tensor.layout
+    elif tensor.shape != torch.Size(shape):
+        wanted, got = f"have shape {list(shape)}", list(tensor.shape)
+    elif tensor.dtype is not dtype:
+        kind, wanted, got = ArgumentTypeError, f"have dtype {dtype}", tensor.dtype
+    elif tensor.device != device:
+        wanted, got = f"be on {device}", tensor.device
+    else:
+        return
     raise kind(f"{name} must {wanted}, got {got}.{cure}")
 
 
