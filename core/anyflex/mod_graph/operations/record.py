@@ -29,7 +29,7 @@ function of `anyflex.tracing` reads them.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """One operation of mod graphs.
 

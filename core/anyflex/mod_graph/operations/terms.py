@@ -11,7 +11,7 @@ from anyflex.mod_graph.graph_builder import GraphBuilder, is_number
 __all__ = ["Term", "call", "where"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Term:
     """A value in the graph under construction. Operators append nodes of its type; a number beside
     it becomes a constant of its type.
