@@ -38,6 +38,7 @@ __all__ = [
     "dispatch",
     "find_tracer",
     "refuse_out",
+    "refusing",
     "spell",
 ]
 
@@ -196,65 +197,51 @@ class Symbol(Traced):
     def __bool__(self) -> NoReturn:
         refuse(BRANCH, "bool()", branch_hint())
 
-    def __hash__(self) -> NoReturn:
-        refuse(
-            "a symbol is used as a key of a dict or set",
-            "hash()",
-            "A symbol has no value yet: index a captured tensor instead.",
-        )
-
-    def __index__(self) -> NoReturn:
-        refuse(
-            "a symbol is used as a Python integer",
-            "int()",
-            "Index a captured tensor instead of a list or dict, and loop over Python numbers; "
-            "`.int()` converts a symbol.",
-        )
-
-    def __int__(self) -> NoReturn:
-        refuse("int() of a symbol", "int()", "Use `.int()` or `.long()`.")
-
-    def __float__(self) -> NoReturn:
-        refuse(
-            "float() or a math function of a symbol",
-            "float()",
-            "Use `.float()`, and torch.tanh, torch.sqrt ... for math.tanh, math.sqrt ....",
-        )
-
-    def __round__(self, digits: int | None = None) -> NoReturn:
-        refuse("round() of a symbol", "round()", "Use torch.round.")
-
-    def __floor__(self) -> NoReturn:
-        refuse("math.floor of a symbol", "math.floor", "Use torch.floor.")
-
-    def __ceil__(self) -> NoReturn:
-        refuse("math.ceil of a symbol", "math.ceil", "Use torch.ceil.")
-
-    def __trunc__(self) -> NoReturn:
-        refuse("math.trunc of a symbol", "math.trunc", "Use torch.trunc.")
-
-    def __divmod__(self, other: object) -> NoReturn:
-        refuse("divmod() of a symbol", "divmod()", "Use // and %.")
-
     def __format__(self, specification: str) -> str:
         if specification:
             refuse("formatting a symbol", "format()", "A symbol has no value yet.")
         return repr(self)
 
-    def __len__(self) -> NoReturn:
-        refuse("len() of a symbol", "len()", "A symbol is a scalar.")
 
-    def __iter__(self) -> NoReturn:
-        refuse("a loop over a symbol", "iter()", "A symbol is a scalar.")
+def refusing(problem: str, named: str, hint: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses; see `refuse`."""
 
-    def __reversed__(self) -> NoReturn:
-        refuse("a loop over a symbol", "reversed()", "A symbol is a scalar.")
+    def method(self: Symbol, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(problem, named, hint)
 
-    def __getitem__(self, index: object) -> NoReturn:
-        refuse("indexing a symbol", "indexing", "A symbol is a scalar; index captured tensors.")
+    return method
 
-    def __setitem__(self, index: object, value: object) -> NoReturn:
-        refuse("item assignment to a symbol", "__setitem__", "Use torch.where.")
+
+for _name, _refused in {
+    "hash": (
+        "a symbol is used as a key of a dict or set",
+        "hash()",
+        "A symbol has no value yet: index a captured tensor instead.",
+    ),
+    "index": (
+        "a symbol is used as a Python integer",
+        "int()",
+        "Index a captured tensor instead of a list or dict, and loop over Python numbers; "
+        "`.int()` converts a symbol.",
+    ),
+    "int": ("int() of a symbol", "int()", "Use `.int()` or `.long()`."),
+    "float": (
+        "float() or a math function of a symbol",
+        "float()",
+        "Use `.float()`, and torch.tanh, torch.sqrt ... for math.tanh, math.sqrt ....",
+    ),
+    "round": ("round() of a symbol", "round()", "Use torch.round."),
+    "floor": ("math.floor of a symbol", "math.floor", "Use torch.floor."),
+    "ceil": ("math.ceil of a symbol", "math.ceil", "Use torch.ceil."),
+    "trunc": ("math.trunc of a symbol", "math.trunc", "Use torch.trunc."),
+    "divmod": ("divmod() of a symbol", "divmod()", "Use // and %."),
+    "len": ("len() of a symbol", "len()", "A symbol is a scalar."),
+    "iter": ("a loop over a symbol", "iter()", "A symbol is a scalar."),
+    "reversed": ("a loop over a symbol", "reversed()", "A symbol is a scalar."),
+    "getitem": ("indexing a symbol", "indexing", "A symbol is a scalar; index captured tensors."),
+    "setitem": ("item assignment to a symbol", "__setitem__", "Use torch.where."),
+}.items():
+    setattr(Symbol, f"__{_name}__", refusing(*_refused))
 
 
 class PartialRead(Traced):

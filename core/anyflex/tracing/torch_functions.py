@@ -17,8 +17,8 @@ from torch import Tensor
 
 from anyflex.mod_graph.operations import RECORDS
 from anyflex.tracing import activations, arithmetic, conversions
-from anyflex.tracing.symbol import SPELLINGS, Symbol, spell
-from anyflex.tracing.trace_errors import NUMPY, REFUSED, refuse, refuse_function
+from anyflex.tracing.symbol import SPELLINGS, Symbol, refusing, spell
+from anyflex.tracing.trace_errors import NUMPY, REFUSED, refuse_function
 from anyflex.tracing.tracer import Tracer
 
 __all__ = ["FACTS", "OPERATORS", "SPELLINGS"]
@@ -86,7 +86,7 @@ def _install() -> None:
     for name, spelled in _NAMED.items():
         if hasattr(Tensor, name) and not hasattr(Symbol, name):
             setattr(Symbol, name, _method(arithmetic.where_method if name == "where" else spelled))
-    setattr(Symbol, "__array__", _refusal(*NUMPY))  # noqa: B010
+    setattr(Symbol, "__array__", refusing(*NUMPY))  # noqa: B010
     for name in dir(Tensor):
         if not name.startswith("_") and not hasattr(Symbol, name):
             function = getattr(Tensor, name)
@@ -95,7 +95,7 @@ def _install() -> None:
     for function, (problem, named, hint) in REFUSED.items():
         name = named.removeprefix("Tensor.")
         if name != named and not hasattr(Symbol, name):
-            setattr(Symbol, name, _refusal(problem, named, hint))
+            setattr(Symbol, name, refusing(problem, named, hint))
         if function is not F.dropout:  # an identity outside of training
             SPELLINGS.pop(function, None)
 
@@ -115,13 +115,6 @@ def _install_operator(name: str, spelled: Callable[..., Any]) -> None:
 def _method(spelled: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Symbol, *args: Any, **kwargs: Any) -> Any:
         return spell(self.tracer, spelled, (self, *args), kwargs)
-
-    return method
-
-
-def _refusal(problem: str, named: str, hint: str) -> Callable[..., Any]:
-    def method(self: Symbol, *args: Any, **kwargs: Any) -> Any:
-        refuse(problem, named, hint)
 
     return method
 
