@@ -103,8 +103,9 @@ class _Pass:
     ) -> tuple[int, ...]:
         """Return the operands of a minimum or maximum, numbers only where they were numbers.
 
-        Against a number it is a clamp, whose gradient at a tie is another (`derivatives`): an
-        operand that turned out to be constant is hidden behind a ``detach``.
+        Against a number it is a clamp, whose gradient at a tie is another (its record in
+        `operations.arithmetic`): an operand that turned out to be constant is hidden behind a
+        ``detach``.
         """
         if all(self.at(argument).operation == "const" for argument in after):
             return after

@@ -24,7 +24,7 @@ extern "C" {
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
 
 // Types of captured tensors and of interpreter registers, in the order of
-// anyflex.mod_graph.operations.DTYPES.
+// anyflex.mod_graph.dtypes.DTYPES.
 typedef enum {
     AF_T_BOOL = 0, AF_T_U8, AF_T_I8, AF_T_I16, AF_T_I32, AF_T_I64,
     AF_T_F16, AF_T_BF16, AF_T_F32, AF_T_F64
