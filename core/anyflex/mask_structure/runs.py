@@ -58,7 +58,8 @@ def block_count(length: int, block_size: int) -> int:
 def joined(parts: Iterable[RunList]) -> RunList:
     """Return the runs of all parts, in the order given."""
     none = RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))
-    return RunList(*(torch.cat(column) for column in zip(none, *parts, strict=True)))
+    # An empty part among others would make torch.cat slower.
+    return RunList(*(torch.cat(column) for column in zip(*(list(parts) or [none]), strict=True)))
 
 
 def merged(runs: RunList, columns: int) -> RunList:
