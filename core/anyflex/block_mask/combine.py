@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.mods.factory_arguments import check_mods
 from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["and_masks", "noop_mask", "or_masks"]
@@ -27,6 +26,8 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
         >>> window = lambda b, h, q, k: q - k < 128
         >>> sliding_window = and_masks(causal, window)
     """
+    from anyflex.mods.factory_arguments import check_mods  # not at the top: it loads all mods
+
     check_mods("and_masks", mask_mods, "mask")
 
     def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -44,6 +45,8 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     Raises ArgumentTypeError, naming the position, for an argument that is not callable, and
     BlockMaskError for one that takes other arguments.
     """
+    from anyflex.mods.factory_arguments import check_mods  # not at the top: it loads all mods
+
     check_mods("or_masks", mask_mods, "mask")
 
     def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
