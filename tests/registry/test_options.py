@@ -152,5 +152,16 @@ def test_what_is_wrong_is_named_with_its_cure(
         ask(options)
 
 
+def test_a_key_that_only_another_backend_knows_names_its_owner() -> None:
+    register("cpu.other", make_stub(priority=-1, options={"depth": Option(int, 1, "levels")}))
+    explain_selection(make_spec(), (), None, ())
+    with pytest.raises(
+        ArgumentError,
+        match=r"\['cpu'\]\['depth'\]: it is an option of backend "
+        "cpu.other",
+    ):
+        ask({"cpu": {"depth": 3}})
+
+
 def test_the_same_value_twice_is_no_contradiction() -> None:
     assert ask({"cpu": {"tile": 32}, "BLOCK_M": 32}).spec.options == (("tile", 32),)

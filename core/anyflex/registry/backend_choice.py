@@ -201,7 +201,15 @@ class Choice:
                 outcome = state.kind
             line = entry_line(entry, outcome, state.reason)
             return Answer(line, state, self.spec, None, None, state.error)
-        resolved = options.resolve(self.given, backend)
+        others = {
+            other.name: loaded
+            for other in self.table.of_device(self.spec.device_type)
+            if self.given
+            and other is not entry
+            and other.loaded
+            and (loaded := other.state().backend) is not None
+        }
+        resolved = options.resolve(self.given, backend, others)
         spec = self.spec
         if resolved.values:
             spec = dataclasses.replace(spec, options=resolved.values)

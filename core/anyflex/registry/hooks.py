@@ -4,6 +4,7 @@ pluggy's own stops at the first that raises."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from anyflex.errors import PluginError
@@ -131,11 +132,15 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> str |
     """Register with pluggy, or return what doesn't fit; then nothing is registered."""
     from pluggy import PluginValidationError
 
+    from anyflex.registry import hook_specs
+
     try:
         manager.register(plugin, name)
         manager.check_pending()
     except (PluginValidationError, ValueError) as error:
-        problem = " ".join(str(error).split())
+        known = [getattr(hook_specs, name) for name in hook_specs.__all__ if name != "hookimpl"]
+        hooks = [f"{hook.__name__}({', '.join(signature(hook).parameters)})" for hook in known]
+        problem = f"{' '.join(str(error).split())}; the hooks are {', '.join(hooks)}"
     else:
         implementations = [
             implementation

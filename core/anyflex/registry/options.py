@@ -202,12 +202,15 @@ def _nearest(key: str, backends: Mapping[str, Backend], names: Iterable[str]) ->
     )
 
 
-def resolve(kernel_options: KernelOptions, backend: Backend) -> ResolvedOptions:
+def resolve(
+    kernel_options: KernelOptions, backend: Backend, others: Mapping[str, Backend]
+) -> ResolvedOptions:
     """Return the options as `backend` sees them.
 
     Args:
         kernel_options: from `freeze_options`, through `check_top_level`.
         backend: the one that would compute.
+        others: backends that are loaded, by name, to say whose an unknown key is.
 
     Raises:
         ArgumentError, ArgumentTypeError: an own option of this backend is unknown or has a wrong
@@ -241,7 +244,7 @@ def resolve(kernel_options: KernelOptions, backend: Backend) -> ResolvedOptions:
                 if key != backend.name:
                     unused.append(f"{key}.{own}")
                 elif own not in backend.options:
-                    raise _unknown_own(own, backend)
+                    raise _unknown_own(own, backend, others)
                 else:
                     take(own, own_value, shown)
             continue
@@ -254,8 +257,11 @@ def resolve(kernel_options: KernelOptions, backend: Backend) -> ResolvedOptions:
     return ResolvedOptions(tuple(sorted(values.items())), tuple(unused), tuple(tuning))
 
 
-def _unknown_own(key: str, backend: Backend) -> ArgumentError:
+def _unknown_own(key: str, backend: Backend, others: Mapping[str, Backend]) -> ArgumentError:
     where = f"kernel_options[{backend.name!r}][{key!r}]"
+    owners = sorted(name for name, other in others.items() if key in other.options)
+    if owners:
+        return ArgumentError(f"{where}: it is an option of backend {' and '.join(owners)}")
     if key in TORCH_KEYS:
         return ArgumentError(
             f"{where}: it is one of torch's keys; write it at the top level of kernel_options"
