@@ -194,13 +194,13 @@ def unfenced(ptx: str, to_products: bool) -> str:
 
 
 def main() -> int:
-    done: set[int] = set()
+    done: set[Program] = set()
     with compiling():
         for case, more in (*CALLS, *(MORE if SOAK else ())):
             for program, _ in backward_of(case, **more):
-                if id(program) in done:
+                if program in done:
                     continue
-                done.add(id(program))
+                done.add(program)
                 made, told = compiled(program)
                 kernel = program.function.__name__
                 if wide := kernel == "wide_kernel":
