@@ -24,9 +24,7 @@ __all__ = [
     "integers",
     "parents",
     "permutation",
-    "places",
     "shape_of",
-    "span_ends",
     "spans",
 ]
 
@@ -127,13 +125,8 @@ def documents(shape: str, dtype: torch.dtype, *, shuffled: bool = False) -> Leaf
     return Leaf(draw)
 
 
-def places(shape: str) -> Leaf:
-    """A position for every element: a permutation."""
-    return permutation(shape, torch.int64)
-
-
 def permutation(shape: str, dtype: torch.dtype) -> Leaf:
-    """A permutation of 0 .. n-1."""
+    """A permutation of 0 .. n-1: a position for every element."""
 
     def draw(sizes: Sizes, generator: torch.Generator, _: torch.dtype) -> Tensor:
         (length,) = shape_of(shape, sizes)
@@ -164,11 +157,6 @@ def document_starts(shape: str) -> Leaf:
 def document_stops(shape: str) -> Leaf:
     """One past the last position of each position's document."""
     return Leaf(lambda sizes, generator, dtype: _bounds(shape_of(shape, sizes)[0])[1])
-
-
-def span_ends(shape: str) -> Leaf:
-    """Upper bounds in [0, S]: with uniform lower bounds about half of the rows are empty."""
-    return integers(shape, 0, lambda sizes: sizes.kv_length + 1)
 
 
 def parents(shape: str) -> Leaf:

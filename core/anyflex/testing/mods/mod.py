@@ -13,9 +13,10 @@ from torch import Tensor
 
 from anyflex.testing.mods.leaves import Leaf, Sizes
 
-__all__ = ["FORMS", "Entry", "Form", "Mod"]
+__all__ = ["FORMS", "Entry", "Form", "Mod", "mod", "numbered"]
 
 Form = Literal["function", "partial", "object"]
+Builder = Callable[..., Callable[..., Any]]
 FORMS: tuple[Form, ...] = ("function", "partial", "object")
 
 
@@ -36,7 +37,7 @@ class Entry:
 
     number: str
     name: str
-    builder: Callable[..., Callable[..., Any]]
+    builder: Builder
     leaves: Mapping[str, Leaf]
     views: Callable[..., tuple[Tensor, ...]] | None
     numbers: Callable[[Sizes], tuple[int | float, ...]]
@@ -55,6 +56,28 @@ class Entry:
         """Draw the captured tensors. `dtype`: of the tables that the list calls f32."""
         leaves = {name: leaf.make(sizes, generator, dtype) for name, leaf in self.leaves.items()}
         return Mod(self, sizes, leaves)
+
+
+def mod(
+    builder: Builder,
+    *,
+    views: Callable[..., tuple[Tensor, ...]] | None = None,
+    numbers: Callable[[Sizes], tuple[int | float, ...]] = lambda sizes: (),
+    batched: bool = False,
+    headed: bool = False,
+    smooth: bool = True,
+    **leaves: Leaf,
+) -> Entry:
+    """Return an entry of `numbered`; its builder takes the leaves, or the views, by position."""
+    return Entry("", "", builder, leaves, views, numbers, batched, headed, smooth)
+
+
+def numbered(prefix: str, **entries: Entry) -> dict[str, Entry]:
+    """Return the entries by name, numbered in their order: ``"S1"``, ``"S2"``."""
+    return {
+        name: dataclasses.replace(entry, number=f"{prefix}{place}", name=name)
+        for place, (name, entry) in enumerate(entries.items(), 1)
+    }
 
 
 @dataclass(frozen=True)
@@ -89,9 +112,6 @@ class Mod:
     def with_leaves(self, leaves: Mapping[str, Tensor]) -> Mod:
         """The same mod over other tensors of the same names."""
         return dataclasses.replace(self, leaves=dict(leaves))
-
-
-Builder = Callable[..., Callable[..., Any]]
 
 
 def _run_score(
