@@ -11,8 +11,9 @@ from torch import Tensor
 
 import anyflex
 from anyflex.testing.oracle import dense_attention, dense_mask
-from anyflex.testing.results import Forward, Results, differences
+from anyflex.testing.results import Forward, Results
 from tests.changes.mod_change_cases import WAYS, ScoreMod
+from tests.oracles.differences import differences
 
 __all__: list[str] = []
 

@@ -13,8 +13,9 @@ from anyflex.reference import backward, chunks, nonfinite_products
 from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.score_mods import SCORE_MODS
 from anyflex.testing.oracle import dense_attention
-from anyflex.testing.results import Forward, Results, differences, gradients
+from anyflex.testing.results import Forward, Results, gradients
 from tests.core.reference_case import ReferenceCase
+from tests.oracles.differences import differences
 
 F64 = torch.float64
 

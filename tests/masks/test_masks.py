@@ -7,9 +7,10 @@ import torch
 
 import anyflex
 from anyflex.testing.oracle import dense_attention
-from anyflex.testing.results import Forward, Results, differences
+from anyflex.testing.results import Forward, Results
 from anyflex.tracing.trace_cache import traced
 from tests.masks import CASES
+from tests.oracles.differences import differences
 from tests.oracles.runs import dense_to_runs
 
 __all__: list[str] = []

@@ -14,9 +14,10 @@ from torch._dynamo.testing import CompileCounter
 import anyflex
 from anyflex import mods
 from anyflex.testing.oracle import dense_attention, dense_mask
-from anyflex.testing.results import Forward, Results, differences, gradients
+from anyflex.testing.results import Forward, Results, gradients
 from anyflex.tracing.trace_cache import traced
 from tests.masks.mod_cases import MOD_CASES, SIZES, t5_bucket
+from tests.oracles.differences import differences
 
 __all__: list[str] = []
 

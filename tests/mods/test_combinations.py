@@ -8,7 +8,8 @@ import torch
 import anyflex
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 from anyflex.testing.oracle import dense_attention, dense_mask
-from anyflex.testing.results import Forward, Results, differences, gradients
+from anyflex.testing.results import Forward, Results, gradients
+from tests.oracles.differences import differences
 
 __all__: list[str] = []
 

@@ -9,7 +9,8 @@ import torch.nn.attention.flex_attention as torch_flex
 import anyflex
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 from anyflex.testing.oracle import dense_attention, dense_mask
-from anyflex.testing.results import Forward, Results, differences
+from anyflex.testing.results import Forward, Results
+from tests.oracles.differences import differences
 from tests.oracles.runs import dense_to_runs
 
 __all__: list[str] = []

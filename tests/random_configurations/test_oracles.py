@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS
-from anyflex.testing.results import differences
+from tests.oracles.differences import differences
 from tests.oracles.torch_flex import NotTaken
 from tests.random_configurations.case import dense_results, make_case, torch_results
 from tests.random_configurations.configuration import (

@@ -13,7 +13,8 @@ import torch.nn.attention.flex_attention as torch_flex
 
 import anyflex
 from anyflex.testing.oracle import dense_mask
-from anyflex.testing.results import Forward, Results, differences
+from anyflex.testing.results import Forward, Results
+from tests.oracles.differences import differences
 from tests.oracles.runs import dense_to_runs
 from tests.oracles.torch_flex import NotTaken
 from tests.random_configurations.case import (
