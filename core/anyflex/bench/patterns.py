@@ -1,14 +1,21 @@
-"""Masks and score mods by name, as ``anyflex explain`` takes them, and random documents."""
+"""Masks and score mods by name, as ``anyflex explain`` and ``anyflex bench`` take them.
+
+Functions of `anyflex.masks` and `anyflex.mods`: a name, and after a colon arguments as Python
+writes them: ``causal``, ``causal_window:128``, ``dilated:3,window=5``, ``neighbourhood:(4,6),3``.
+A list is a tensor: ``document_offsets:[0,100,256]``. ``random_documents`` is one more mask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from anyflex import and_masks, masks, mods
-from anyflex.bench.named_mods import mask_mods, score_mods
 from anyflex.bench.usage_errors import WrongUsage
 
 __all__ = ["RANDOM_DOCUMENTS", "make_mask_mod", "make_score_mod"]
@@ -16,39 +23,57 @@ __all__ = ["RANDOM_DOCUMENTS", "make_mask_mod", "make_score_mod"]
 RANDOM_DOCUMENTS = "random_documents"
 """``random_documents:200,1800``: packed documents of 200 to 1799 tokens, always the same."""
 
+_MODS = tuple(
+    # These functions return tables, or take functions.
+    name
+    for name in mods.__all__
+    if name not in ("alibi_slopes", "t5_buckets", "compose")
+)
+
 
 def make_mask_mod(
     texts: Sequence[str], lengths: tuple[int, int], device: torch.device
 ) -> Callable[..., Any] | None:
     """Return the mask mod that is live where all masks that `texts` name are, None for none.
 
+    Args:
+        lengths: of query and key. `causal_bottom_right` has them unless it is given others.
+
     Raises:
         WrongUsage: an unknown name, or arguments that the function doesn't take.
         ArgumentError, ArgumentTypeError: as the functions.
     """
+    of_the_call = {"causal_bottom_right": lengths}
     made = []
     for text in texts:
         name, _, arguments = text.partition(":")
         if name == RANDOM_DOCUMENTS:
             made.append(_random_documents(text, arguments, lengths[1], device))
         else:
-            made += mask_mods([text], lengths, device)
-    if len(made) < 2:
-        return made[0] if made else None
-    both: Callable[..., Any] = and_masks(*made)
-    return both
+            made.append(_made("--mask", text, masks, masks.__all__, of_the_call, device))
+    return _joined(made, and_masks)
 
 
 def make_score_mod(
     texts: Sequence[str], heads: int, device: torch.device
 ) -> Callable[..., Any] | None:
     """Return the score mod that applies those that `texts` name, in order; None for none. Raises
-    as `make_mask_mod`."""
-    made = score_mods(texts, heads, device)
+    as `make_mask_mod`.
+
+    Args:
+        heads: of query. `alibi` has their published slopes unless it is given others.
+    """
+    of_the_call = {"alibi": (heads,)}
+    made = [_made("--mod", text, mods, _MODS, of_the_call, device) for text in texts]
+    return _joined(made, mods.compose)
+
+
+def _joined(
+    made: list[Callable[..., Any]], join: Callable[..., Callable[..., Any]]
+) -> Callable[..., Any] | None:
     if len(made) < 2:
         return made[0] if made else None
-    composed: Callable[..., Any] = mods.compose(*made)
-    return composed
+    return join(*made)
 
 
 def _random_documents(
@@ -66,3 +91,62 @@ def _random_documents(
     ends = torch.randint(low, high, (length // low + 1,), generator=generator).cumsum(0)
     ids = torch.bucketize(torch.arange(length), ends, right=True)
     return masks.document(ids.to(device))
+
+
+def _made(
+    option: str,
+    text: str,
+    module: ModuleType,
+    known: Sequence[str],
+    of_the_call: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+) -> Callable[..., Any]:
+    name, colon, written = text.partition(":")
+    if name not in known:
+        raise WrongUsage(
+            f"{option} {text}: there is no {name!r} in {module.__name__}; known: "
+            f"{', '.join(known)}"
+        )
+    function = getattr(module, name)
+    signature = inspect.signature(function)
+    parameters = (
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    )
+    wrong = f"{option} {text}: {name}({', '.join(map(str, parameters))})"
+    try:
+        positional, keywords = _arguments(written, device)
+    except WrongUsage as error:
+        raise WrongUsage(f"{option} {text}: {error}") from error
+    except (SyntaxError, ValueError, TypeError, RuntimeError) as error:
+        raise WrongUsage(f"{wrong} takes numbers as Python writes them, and lists") from error
+    if not colon:
+        positional = list(of_the_call.get(name, ()))
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise WrongUsage(f"{wrong}: {error}") from error
+    # Tensors that a function makes from numbers, for example slopes, are made on the call's
+    # device.
+    with device:
+        made: Callable[..., Any] = function(*positional, **keywords)
+    return made
+
+
+def _arguments(written: str, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    call = ast.parse(f"_({written})", mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise SyntaxError(written)
+
+    def value(node: ast.expr) -> Any:
+        read = ast.literal_eval(node)
+        if not isinstance(read, list):
+            return read
+        made = torch.tensor(read, device=device)
+        if not made.numel():
+            # An empty tensor would have a type that nobody gave, and errors would name that type.
+            raise WrongUsage(f"{ast.unparse(node)}: a list must hold numbers")
+        return made
+
+    keywords = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
+    return [value(node) for node in call.args], keywords

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shlex
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyflex.bench.usage_errors import WrongUsage
 from anyflex.cli.exit_codes import ExitCode
+from anyflex.cli.explain import DTYPES, shape
 from anyflex.cli.file_argument import check_different, write_text
 from anyflex.cli.kernel_option import kernel_option
 from anyflex.process.progress_line import ProgressLine
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _MADE = ("shape", "kv", "dtype", "mask", "mod", "direction", "block_size", "layout")
 _LAYOUTS = ("dense", "heads_last")
+_SHAPE = functools.partial(shape, least=1)
 _DEFAULT = "cpu-quick"
 
 
@@ -66,15 +68,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--shape",
-        type=_shape,
+        type=_SHAPE,
         action="append",
         metavar="BxHxLxE",
         help="of query, instead of a preset; may be repeated",
     )
-    parser.add_argument("--kv", type=_shape, metavar="BxHxSxE", help="of key and value")
+    parser.add_argument("--kv", type=_SHAPE, metavar="BxHxSxE", help="of key and value")
     parser.add_argument(
         "--dtype",
-        choices=(*_DTYPES, *_DTYPES.values(), "tf32"),
+        choices=(*DTYPES, *DTYPES.values(), "tf32"),
         help="tf32 is float32 where torch allows products to be rounded to it",
     )
     parser.add_argument(
@@ -108,16 +110,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--list", action="store_true", help="print presets, backends and peers; measure nothing"
     )
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if len(shape) != 4 or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"must be four numbers like 1x16x4096x128, got {text!r}")
-    return shape
 
 
 def run(args: argparse.Namespace) -> int:
@@ -237,7 +229,7 @@ def _made_case(args: argparse.Namespace, shape: tuple[int, int, int, int]) -> Be
             f"--kv {'x'.join(map(str, kv))}: batch and head dim must be query's, and query's "
             f"heads a multiple of its heads; query is {'x'.join(map(str, shape))}"
         )
-    dtype = _DTYPES.get(args.dtype, args.dtype) or "float32"
+    dtype = DTYPES.get(args.dtype, args.dtype) or "float32"
     masks, mods = tuple(args.mask or ()), tuple(args.mod or ())
     size = 128 if args.block_size is None else args.block_size
     if size < 1:

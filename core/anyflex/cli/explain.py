@@ -17,14 +17,10 @@ from anyflex.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["add_parser", "run"]
+__all__ = ["DTYPES", "add_parser", "run", "shape"]
 
-_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of types."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,13 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "by name: query, key, value, and any others"
         ),
     )
+    parser.add_argument("--q", type=shape, metavar="BxHxLxE", help="shape of query: 1x16x4096x128")
     parser.add_argument(
-        "--q", type=_shape, metavar="BxHxLxE", help="shape of query: 1x16x4096x128"
+        "--kv", type=shape, metavar="BxHxSxE", help="shape of key and value (default: as --q)"
     )
-    parser.add_argument(
-        "--kv", type=_shape, metavar="BxHxSxE", help="shape of key and value (default: as --q)"
-    )
-    parser.add_argument("--dtype", choices=(*_DTYPES, *_DTYPES.values()))
+    parser.add_argument("--dtype", choices=(*DTYPES, *DTYPES.values()))
     parser.add_argument("--device", help="default: cpu")
     parser.add_argument(
         "--mask",
@@ -88,18 +82,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def shape(text: str, *, least: int = 0) -> tuple[int, ...]:
+    """Parse BxHxLxE for argparse: four numbers, none below `least`."""
     try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
+        sizes = tuple(int(part) for part in text.lower().split("x"))
     except ValueError:
-        shape = ()
-    if len(shape) != 4 or min(shape) < 0:
+        sizes = ()
+    if len(sizes) != 4 or min(sizes) < least:
         raise argparse.ArgumentTypeError(f"must be four numbers like 1x16x4096x128, got {text!r}")
-    if math.prod(max(size, 1) for size in shape) * _WIDEST >= 2**63:
+    if math.prod(max(size, 1) for size in sizes) * _WIDEST >= 2**63:
         raise argparse.ArgumentTypeError(
             f"must be the shape of a tensor of less than 2^63 bytes, got {text!r}: make it smaller"
         )
-    return shape
+    return sizes
 
 
 _WIDEST = 8
@@ -152,7 +147,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import anyflex
-    from anyflex.bench.named_mods import mask_mods, score_mods
+    from anyflex.bench.patterns import make_mask_mod, make_score_mod
     from anyflex.cli.device_argument import present_device
     from anyflex.tensors.allocation import failed_allocation
 
@@ -161,7 +156,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     q_shape = args.q
     kv_shape = q_shape if args.kv is None else args.kv
     device = present_device("cpu" if args.device is None else args.device)
-    dtype: torch.dtype = getattr(torch, _DTYPES.get(args.dtype, args.dtype) or "float32")
+    dtype: torch.dtype = getattr(torch, DTYPES.get(args.dtype, args.dtype) or "float32")
 
     # Never read, because explaining computes nothing. But a kernel is chosen by the memory layout
     # of tensors.
@@ -178,17 +173,15 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise
     batch, heads = q_shape[:2]
     lengths = q_shape[2], kv_shape[2]
-    mask = score_mod = None
-    if args.mask:
-        mask_mod = anyflex.and_masks(*mask_mods(args.mask, lengths, device))
+    mask_mod = make_mask_mod(args.mask or (), lengths, device)
+    mask = None
+    if mask_mod is not None:
         mask = anyflex.create_block_mask(mask_mod, batch, heads, *lengths, device=device)
-    if args.mod:
-        score_mod = anyflex.mods.compose(*score_mods(args.mod, heads, device))
     return {
         "query": query,
         "key": key,
         "value": value,
-        "score_mod": score_mod,
+        "score_mod": make_score_mod(args.mod or (), heads, device),
         "block_mask": mask,
         "enable_gqa": heads != kv_shape[1],
         "kernel_options": dict(args.option) if args.option else None,
