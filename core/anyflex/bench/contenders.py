@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.bench.case import BenchCase, Inputs
-from anyflex.bench.peers import peers
+from anyflex.bench.peers import Attend, Contender, peers
 from anyflex.bench.usage_errors import NotRun, WrongUsage
 from anyflex.registry import backend_table
 
@@ -21,29 +20,6 @@ __all__ = ["Attend", "Contender", "chosen_contenders"]
 _OF_PEERS = -50
 """Backends with at most this priority are installed to be compared with. A priority little below 0
 only means that the backend stands behind better ones."""
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query, key, value) -> out, with everything else bound."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An implementation of attention that is measured.
-
-    Args:
-        name: of the backend, or the peer's.
-        kind: peers aren't anyflex's own; others are compared with them.
-        distribution: ``"name version"`` of what carries it.
-        refusal: returns why a case is out of reach, or None; a reason that shows at the first
-            call only is reported then.
-        prepare: binds a case's functions; costly work may wait for the first call.
-    """
-
-    name: str
-    kind: Literal["backend", "peer"]
-    distribution: str
-    refusal: Callable[[BenchCase], str | None]
-    prepare: Callable[[Inputs], Attend]
 
 
 def chosen_contenders(
@@ -78,12 +54,7 @@ def chosen_contenders(
         backends[entry.name] = Contender(
             entry.name, kind, entry.distribution, _nothing_refused, _through_anyflex(entry.name)
         )
-    others = {
-        peer.name: Contender(
-            peer.name, "peer", f"torch {torch.__version__}", peer.refusal, peer.prepare
-        )
-        for peer in peers(device)
-    }
+    others = {peer.name: peer for peer in peers(device)}
     known = {**backends, **others}
     if not wanted:
         # The reference takes seconds for calls that others finish in milliseconds.

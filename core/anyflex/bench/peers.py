@@ -9,26 +9,41 @@ import importlib.util
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from anyflex.bench.case import BenchCase, Inputs
 
-__all__ = ["Peer", "peers"]
+__all__ = ["Attend", "Contender", "peers"]
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value) -> out, with everything else bound."""
 
 
 @dataclass(frozen=True)
-class Peer:
-    """See `anyflex.bench.contenders.Contender`."""
+class Contender:
+    """An implementation of attention that is measured.
+
+    Args:
+        name: of the backend, or the peer's.
+        kind: peers aren't anyflex's own; others are compared with them.
+        distribution: ``"name version"`` of what carries it.
+        refusal: returns why a case is out of reach, or None; a reason that shows at the first
+            call only is reported then.
+        prepare: binds a case's functions; costly work may wait for the first call.
+    """
 
     name: str
+    kind: Literal["backend", "peer"]
+    distribution: str
     refusal: Callable[[BenchCase], str | None]
-    prepare: Callable[[Inputs], Callable[[Tensor, Tensor, Tensor], Tensor]]
+    prepare: Callable[[Inputs], Attend]
 
 
-def peers(device: torch.device) -> list[Peer]:
+def peers(device: torch.device) -> list[Contender]:
     """Return the peers of a device."""
     kernels = {"cpu": ("FLASH",), "cuda": ("CUDNN", "FLASH", "EFFICIENT")}.get(device.type, ())
     found = [_sdpa(kernel) for kernel in kernels] or [_sdpa(None)]
@@ -38,7 +53,15 @@ def peers(device: torch.device) -> list[Peer]:
     return found
 
 
-def _sdpa(kernel: str | None) -> Peer:
+def _peer(
+    name: str,
+    refusal: Callable[[BenchCase], str | None],
+    prepare: Callable[[Inputs], Attend],
+) -> Contender:
+    return Contender(name, "peer", f"torch {torch.__version__}", refusal, prepare)
+
+
+def _sdpa(kernel: str | None) -> Contender:
     """scaled_dot_product_attention by one of its kernels, None for torch's choice."""
 
     def refusal(case: BenchCase) -> str | None:
@@ -50,7 +73,7 @@ def _sdpa(kernel: str | None) -> Peer:
             return "causal of other lengths means different things to different kernels"
         return None
 
-    def prepare(inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def prepare(inputs: Inputs) -> Attend:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         settings: dict[str, Any] = {"is_causal": bool(inputs.case.masks)}
@@ -70,10 +93,10 @@ def _sdpa(kernel: str | None) -> Peer:
 
         return attend
 
-    return Peer("torch.sdpa" + (f".{kernel.lower()}" if kernel else ""), refusal, prepare)
+    return _peer("torch.sdpa" + (f".{kernel.lower()}" if kernel else ""), refusal, prepare)
 
 
-def _flex(name: str, device: torch.device, options: dict[str, str]) -> Peer:
+def _flex(name: str, device: torch.device, options: dict[str, str]) -> Contender:
     """torch's flex_attention, compiled for the case's lengths."""
 
     def refusal(case: BenchCase) -> str | None:
@@ -81,7 +104,7 @@ def _flex(name: str, device: torch.device, options: dict[str, str]) -> Peer:
             return "torch's flex attention has no backward on the CPU"
         return None
 
-    def prepare(inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def prepare(inputs: Inputs) -> Attend:
         from torch.nn.attention.flex_attention import flex_attention
 
         mask = None
@@ -100,12 +123,10 @@ def _flex(name: str, device: torch.device, options: dict[str, str]) -> Peer:
             out: Tensor = flex_attention(query, key, value, **settings)
             return out
 
-        compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(
-            _own_code(attend), dynamic=False, fullgraph=True
-        )
+        compiled: Attend = torch.compile(_own_code(attend), dynamic=False, fullgraph=True)
         return compiled
 
-    return Peer(name, refusal, prepare)
+    return _peer(name, refusal, prepare)
 
 
 def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
