@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ import anyflex
 from anyflex.cli.device_argument import seen_device_types
 from anyflex.cli.self_test import self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
-from anyflex.contract.backend import Backend
 from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.registry import backend_table, environment, install_hints, plugin_errors
 from anyflex.registry.discovery import hidden_copies
@@ -112,7 +111,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     entry = backend_table.current().get(row.name)
     backend = entry.state().backend if entry is not None else None
     if row.state == "usable" and entry is not None and backend is not None:
-        facts["fingerprint"] = _fingerprint(row, backend)
+        facts["fingerprint"] = "".join(_texts(row, backend.fingerprint))
         wanted = device_types if row.device_type == "*" else [row.device_type]
         with _told_if_slow(f"backend {row.name}: its self-test"):
             tests = [
@@ -122,35 +121,22 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
             ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
     if backend is not None:
-        facts["notes"] = _notes(row, backend)
+        facts["notes"] = _texts(row, backend.notes)
     return facts
 
 
-def _fingerprint(row: BackendRow, backend: Backend) -> str:
-    """Fingerprint of the backend: what compiled kernels depend on here."""
+def _texts(row: BackendRow, method: Callable[[], str | Iterable[str]]) -> list[str]:
+    """Call a method of the backend and return its text or texts; where it raises, a line with the
+    error and its location: the message of a `PluginError` refers to doctor."""
+    what = f"{method.__name__}()"
     try:
-        with plugin_errors.plugin_code(row.name, row.distribution, "fingerprint()"):
-            return str(backend.fingerprint())
+        with plugin_errors.plugin_code(row.name, row.distribution, what):
+            told = method()
+            return [told] if isinstance(told, str) else [str(each) for each in told]
     except AnyflexError as error:
-        return _raised("fingerprint()", error)
-
-
-def _notes(row: BackendRow, backend: Backend) -> list[str]:
-    """Remarks of the backend beside its state."""
-    try:
-        with plugin_errors.plugin_code(row.name, row.distribution, "notes()"):
-            notes = backend.notes()
-            return [notes] if isinstance(notes, str) else [str(note) for note in notes]
-    except AnyflexError as error:
-        return [_raised("notes()", error)]
-
-
-def _raised(what: str, error: AnyflexError) -> str:
-    """Return the line for an error that a plugin raised, with its location: the message of `error`
-    itself refers to doctor."""
-    cause = error.__cause__ or error
-    *_, (frame, line) = traceback.walk_tb(cause.__traceback__)
-    return f"{what} raised {first_line(cause)} ({frame.f_code.co_filename}:{line})"
+        cause = error.__cause__ or error
+        *_, (frame, line) = traceback.walk_tb(cause.__traceback__)
+        return [f"{what} raised {first_line(cause)} ({frame.f_code.co_filename}:{line})"]
 
 
 @contextmanager
@@ -185,26 +171,25 @@ def _requirements(package: str) -> list[str]:
 
 
 def _cache() -> dict[str, Any]:
+    folder: str | None
+    problem: str | None
+    sizes: list[int] = []
     try:
         store = disk_cache.store()
     except ArgumentError as error:
         values = {variable.name: variable.value for variable in environment.in_force()}
-        folder = values["ANYFLEX_CACHE_DIR"]
-        return {
-            "folder": folder,
-            "artifacts": 0,
-            "bytes": 0,
-            "problem": str(error),
-        }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the facts have its message
-        store.usable(create=True)
-    items = store.items()
+        folder, problem = values["ANYFLEX_CACHE_DIR"], str(error)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the facts have its message
+            store.usable(create=True)
+        folder, problem = str(store.folder), store.problem
+        sizes = [item.size for item in store.items()]
     return {
-        "folder": str(store.folder),
-        "artifacts": len(items),
-        "bytes": sum(item.size for item in items),
-        "problem": store.problem,
+        "folder": folder,
+        "artifacts": len(sizes),
+        "bytes": sum(sizes),
+        "problem": problem,
     }
 
 
