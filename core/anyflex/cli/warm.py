@@ -222,7 +222,7 @@ def _warm(task: _Task) -> _Result:
 def _call(target: str) -> _Result:
     from anyflex.cli.user_function import call_function, checked_arguments, failed
 
-    heard = _Heard.of_this_process()
+    heard = _heard_in_this_process()
     heard.compiled = heard.launched = 0
     returned = call_function(target)
     if isinstance(returned, dict):
@@ -242,9 +242,8 @@ def _call(target: str) -> _Result:
 class _Heard:
     """Hook plugin that counts compilations."""
 
-    def __init__(self) -> None:
-        self.compiled = 0
-        self.launched = 0
+    compiled = 0
+    launched = 0
 
     @hookimpl
     def anyflex_compiled(self) -> None:
@@ -254,13 +253,12 @@ class _Heard:
     def anyflex_launched(self) -> None:
         self.launched += 1
 
-    @classmethod
-    @functools.cache
-    def of_this_process(cls) -> _Heard:
-        """Return the registered one of this process."""
-        heard = cls()
-        register_hooks(heard, "warm")
-        return heard
+
+@functools.cache
+def _heard_in_this_process() -> _Heard:
+    heard = _Heard()
+    register_hooks(heard, "warm")
+    return heard
 
 
 def _run_call(arguments: dict[str, Any]) -> None:
