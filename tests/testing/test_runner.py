@@ -32,7 +32,7 @@ def session() -> Iterator[Session]:
         yield opened
 
 
-def behaviour(run: Callable[[Session], str | None]) -> BehaviourCase:
+def behaviour(run: Callable[[Session], None]) -> BehaviourCase:
     return BehaviourCase("made/behaviour", "something", run)
 
 
@@ -55,12 +55,12 @@ def test_a_required_case_must_not_be_refused(session: Session, required: str) ->
 
 
 def test_a_behaviour_that_does_not_apply_is_skipped(session: Session) -> None:
-    outcome = run_case(session, behaviour(lambda session: "no such device"))
+    outcome = run_case(session, behaviour(lambda session: session.needs(False, "no such device")))
     assert (outcome.status, outcome.detail) == ("skipped", "no such device")
 
 
 def test_whatever_a_case_raises_is_its_failure_with_the_place(session: Session) -> None:
-    def explode(session: Session) -> str | None:
+    def explode(session: Session) -> None:
         raise ZeroDivisionError("by zero")
 
     outcome = run_case(session, behaviour(explode))
@@ -91,9 +91,8 @@ def test_a_wrong_number_is_a_failure_that_says_where() -> None:
 
 
 def outcomes(session: Session, expected: dict[str, str]) -> list[Outcome]:
-    def fail(session: Session) -> str | None:
+    def fail(session: Session) -> None:
         session.require(False, "it is wrong")
-        return None
 
     return list(run_cases(session, [PLAIN, behaviour(fail)], expected=expected))
 

@@ -18,7 +18,17 @@ from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mod import Form
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 
-__all__ = ["ALL", "LSE", "MAXIMA", "QKV", "AttentionCase", "Drawn", "Layout", "laid_out"]
+__all__ = [
+    "ALL",
+    "LSE",
+    "MAXIMA",
+    "QKV",
+    "AttentionCase",
+    "Drawn",
+    "Layout",
+    "declared_head_dim",
+    "laid_out",
+]
 
 QKV = frozenset({"q", "k", "v"})
 ALL = QKV | {"captured"}
@@ -106,7 +116,7 @@ class AttentionCase:
     values: Values | None = None
     rounded_delta: bool = True
     rounded_inputs: bool = True
-    quick: bool = False
+    quick: bool = True
     required: frozenset[str] = frozenset()
     seed: int = 0
 
@@ -210,6 +220,13 @@ class Drawn:
     tensors: Mapping[str, Tensor]
     mods: Mapping[str, Mod]
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def declared_head_dim(can: Capabilities, wanted: int) -> int:
+    """Return the largest declared head dim up to `wanted`, or the smallest one."""
+    step = can.head_dim_multiple
+    least = -(-max(can.head_dim_min, 1) // step) * step
+    return max(least, min(wanted, can.head_dim_max) // step * step)
 
 
 def laid_out(tensor: Tensor, layout: Layout) -> Tensor:

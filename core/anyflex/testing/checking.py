@@ -13,13 +13,13 @@ from torch import Tensor
 
 import anyflex
 from anyflex.errors import BackendRefused
-from anyflex.testing.attention_case import LSE, AttentionCase, Drawn
+from anyflex.testing.attention_case import LSE, AttentionCase, Drawn, declared_head_dim
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.mods import Entry, Mod, Sizes
 from anyflex.testing.mods.leaves import Leaf
 from anyflex.testing.session import Session
 
-__all__ = ["compare", "differentiable", "plain", "with_mod", "with_options"]
+__all__ = ["compare", "differentiable", "modded", "plain", "with_mod", "with_options"]
 
 _PREFERRED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -79,9 +79,7 @@ def plain(session: Session, name: str, **changes: Any) -> AttentionCase:
     """
     can = session.backend.capabilities
     dtype = next((dtype for dtype in _PREFERRED if dtype in can.dtypes), torch.float32)
-    step = can.head_dim_multiple
-    least = -(-max(can.head_dim_min, 1) // step) * step
-    head_dim = max(least, min(16, can.head_dim_max) // step * step)
+    head_dim = declared_head_dim(can, 16)
     given: dict[str, Any] = {
         "heads": 2,
         "kv_heads": 2,
@@ -96,6 +94,18 @@ def plain(session: Session, name: str, **changes: Any) -> AttentionCase:
     learns_lse = can.core_backward or "lse" in can.gradients
     aux = can.aux if learns_lse or not given["gradients"] else can.aux - LSE
     return AttentionCase(name, "", **{"aux": aux, **given})
+
+
+def modded(session: Session, name: str, **changes: Any) -> AttentionCase:
+    """Return `plain` with a score mod, a captured tensor that learns, and a mask, as far as they
+    are declared."""
+    known = session.backend.capabilities.known_fields
+    if {"score_graph", "captured"} <= known:
+        changes["score_mod"] = "alibi_learned"
+        changes["gradients"] = differentiable(session, captured=True)
+    if {"mask_graph", "mask_kind"} <= known:
+        changes["mask_mod"] = "causal"
+    return plain(session, name, **changes)
 
 
 def differentiable(session: Session, *, captured: bool = False) -> frozenset[str]:

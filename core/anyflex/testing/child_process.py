@@ -25,8 +25,8 @@ __all__ = [
     "forks_autograd",
     "fresh",
     "killed_by",
+    "needs_fork",
     "what_to_open",
-    "why_no_fork",
     "why_not_fresh",
 ]
 
@@ -42,13 +42,11 @@ _START = (
 )
 
 
-def why_no_fork(device: torch.device) -> str | None:
-    """Return why a child that is forked can't compute on a device, or None."""
-    if not hasattr(os, "fork"):
-        return "this system has no fork"
-    if device.type != "cpu":
-        return f"torch can't use {device.type} in a forked child"
-    return None
+def needs_fork(session: Session) -> None:
+    """Skip the case where a forked child can't compute on the session's device."""
+    session.needs(hasattr(os, "fork"), "this system has no fork")
+    kind = session.device.type
+    session.needs(kind == "cpu", f"torch can't use {kind} in a forked child")
 
 
 def forks_autograd() -> bool:
@@ -139,8 +137,11 @@ def fresh(session: Session, task: str, **details: Any) -> dict[str, Any]:
     """Start Python anew, carry a task of `anyflex.testing.fresh_process` out, return its answer.
 
     Raises:
+        NotApplicable: a fresh process can't find the backend.
         ConformanceFailure: the process died or hung.
     """
+    reason = why_not_fresh(session)
+    session.needs(reason is None, str(reason))
     request = {
         "path": sys.path,
         "task": task,

@@ -13,7 +13,7 @@ from anyflex.errors import BackendRefused
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case_types import Case
 from anyflex.testing.checking import compare
-from anyflex.testing.session import ConformanceFailure, Session
+from anyflex.testing.session import ConformanceFailure, NotApplicable, Session
 
 __all__ = ["Outcome", "died", "run_case", "run_cases", "timed_out"]
 
@@ -95,9 +95,7 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
         if isinstance(case, AttentionCase):
             compare(session, case)
         else:
-            skipped = case.run(session)
-            if skipped is not None:
-                status, detail = "skipped", skipped
+            case.run(session)
         session.check_journal()
     except BackendRefused as error:
         status, detail = "refused", str(error)
@@ -105,6 +103,8 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
             status, detail = "failed", "; ".join(session.journal.violations)
         elif "all" in require or case.required & require:
             status, detail = "failed", f"it is required and was refused: {error}"
+    except NotApplicable as error:
+        status, detail = "skipped", str(error)
     except ConformanceFailure as error:
         status, detail = "failed", str(error)
     except Exception as error:  # noqa: BLE001  whatever a backend raises is its outcome

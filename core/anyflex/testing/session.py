@@ -17,11 +17,15 @@ from anyflex.testing.float32_precision import products_in
 from anyflex.testing.inspector import Journal, ask, inspected
 from anyflex.testing.stand_in_device import posing
 
-__all__ = ["ConformanceFailure", "Session", "open_session"]
+__all__ = ["ConformanceFailure", "NotApplicable", "Session", "open_session"]
 
 
 class ConformanceFailure(AssertionError):
     """A backend broke a promise; the message says which, and the actual result."""
+
+
+class NotApplicable(Exception):
+    """A case doesn't apply here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Session:
         if not holds:
             raise ConformanceFailure(otherwise)
 
+    def needs(self, holds: object, otherwise: str) -> None:
+        """Skip the case unless a condition holds."""
+        if not holds:
+            raise NotApplicable(otherwise)
+
     def check_journal(self) -> None:
         """Fail the case if the inspector saw a broken promise."""
         for name, _ in self.journal.launches:
@@ -70,20 +79,10 @@ class Session:
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Let kernels run unchecked in the body, with their own speed and asynchrony."""
-        return self._with("watching", False)
-
-    def zeroed_scratch(self) -> AbstractContextManager[None]:
-        """Let saved outputs and workspaces hold zeros before launches in the body, not NaN."""
-        return self._with("poisons", False)
-
-    def index_offsets(
-        self, b: int, h: int, q_idx: int, kv_idx: int
-    ) -> AbstractContextManager[None]:
-        """Give calls in the body these offsets, which no argument of a user's sets yet."""
-        return self._with("index_offsets", (b, h, q_idx, kv_idx))
+        return self.inspecting("watching", False)
 
     @contextmanager
-    def _with(self, name: str, value: object) -> Iterator[None]:
+    def inspecting(self, name: str, value: object) -> Iterator[None]:
         """Set an attribute of the journal in the body."""
         before = getattr(self.journal, name)
         setattr(self.journal, name, value)

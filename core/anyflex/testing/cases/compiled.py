@@ -10,28 +10,22 @@ from torch import Tensor
 
 import anyflex
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case_types import Case, behaviour
-from anyflex.testing.checking import compare, differentiable, plain
+from anyflex.testing.case_types import Group
+from anyflex.testing.checking import compare, differentiable, modded
 from anyflex.testing.comparison import by_backend
 from anyflex.testing.inspector import promised_bytes
-from anyflex.testing.session import ConformanceFailure, Session
+from anyflex.testing.session import ConformanceFailure, NotApplicable, Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 
 def _modded(session: Session, name: str, **changes: Any) -> AttentionCase:
-    """A call with a mod, a captured tensor and a mask, as far as they are declared."""
-    known = session.backend.capabilities.known_fields
-    if {"score_graph", "captured"} <= known:
-        changes["score_mod"] = "alibi_learned"
-        changes["gradients"] = differentiable(session, captured=True)
-    if {"mask_graph", "mask_kind"} <= known:
-        changes["mask_mod"] = "causal"
+    """A call with mods, and with another layout, as far as they are declared."""
     if session.backend.capabilities.scattered:
         changes["layout"] = "heads_last"
-    return plain(session, name, **changes)
+    return modded(session, name, **changes)
 
 
 def _compiled(compiler: str) -> Callable[..., Any]:
@@ -41,13 +35,9 @@ def _compiled(compiler: str) -> Callable[..., Any]:
     return compiled
 
 
-@behaviour(
-    CASES,
-    "compiled/fullgraph",
-    "torch.compile(fullgraph=True), forward and backward, computes the same",
-    quick=True,
-)
-def _fullgraph(session: Session) -> str | None:
+@CASES.behaviour()
+def fullgraph(session: Session) -> None:
+    """A call under torch.compile(fullgraph=True), forward and backward, computes the same."""
     torch.compiler.reset()
     attention = _compiled("aot_eager")
     compare(session, _modded(session, "fullgraph"), attention=attention)
@@ -55,15 +45,11 @@ def _fullgraph(session: Session) -> str | None:
     if torch.bfloat16 in session.backend.capabilities.dtypes:
         # Kernels save tensors beside out and lse mostly for narrow types.
         compare(session, _modded(session, "fullgraph", dtype=torch.bfloat16), attention=attention)
-    return None
 
 
-@behaviour(
-    CASES,
-    "compiled/inductor",
-    "torch.compile with its own code generator computes the same",
-)
-def _inductor(session: Session) -> str | None:
+@CASES.behaviour(quick=False)
+def inductor(session: Session) -> None:
+    """A call under torch.compile with its own code generator computes the same."""
     torch.compiler.reset()
     try:
         compare(session, _modded(session, "inductor"), attention=_compiled("inductor"))
@@ -71,28 +57,23 @@ def _inductor(session: Session) -> str | None:
         raise
     except Exception as error:
         if "compiler" in str(error).lower() and "not found" in str(error).lower():
-            return f"torch finds no compiler: {error}".splitlines()[0]
+            raise NotApplicable(f"torch finds no compiler: {error}".splitlines()[0]) from error
         raise
-    return None
 
 
-@behaviour(
-    CASES,
-    "compiled/forward_once",
-    "backward of a compiled call has what forward left, where the backend says how much that is",
-    quick=True,
-)
-def _forward_once(session: Session) -> str | None:
+@CASES.behaviour()
+def forward_once(session: Session) -> None:
+    """Backward of a compiled call has what forward left, where the backend says how much that
+    is."""
     backend = session.backend
-    if not differentiable(session) or "q" not in backend.capabilities.gradients:
-        return "no gradients of its own are declared"
+    own = differentiable(session) and "q" in backend.capabilities.gradients
+    session.needs(own, "no gradients of its own are declared")
     dtypes = [
         dtype
         for dtype in sorted(backend.capabilities.dtypes, key=str)
         if any(promised_bytes(backend, dtype, session.journal))
     ]
-    if not dtypes:
-        return "saved_bytes() promises nothing: what forward leaves is computed again"
+    session.needs(dtypes, "saved_bytes() promises nothing: what forward leaves is computed again")
     for dtype in dtypes:
         torch.compiler.reset()
         before = len(session.journal.forwards)
@@ -100,7 +81,6 @@ def _forward_once(session: Session) -> str | None:
         compare(session, case, attention=_compiled("aot_eager"))
         runs = len(session.journal.forwards) - before
         session.require(runs == 1, f"forward ran {runs} times for one compiled call of {dtype}")
-    return None
 
 
 def _arguments_of_the_operation(session: Session, case: AttentionCase) -> tuple[Any, ...]:
@@ -125,13 +105,9 @@ def _arguments_of_the_operation(session: Session, case: AttentionCase) -> tuple[
     return calls[0]
 
 
-@behaviour(
-    CASES,
-    "compiled/opcheck",
-    "torch.library.opcheck passes on both operations: shapes, types and strides are as announced",
-    quick=True,
-)
-def _opcheck(session: Session) -> str | None:
+@CASES.behaviour()
+def opcheck(session: Session) -> None:
+    """Both operations pass torch.library.opcheck: shapes, types and strides are as announced."""
     case = _modded(session, "opcheck")
     arguments = _arguments_of_the_operation(session, case)
     torch.library.opcheck(torch.ops.anyflex.flex_attention.default, _leaves(arguments, learn=True))
@@ -143,7 +119,6 @@ def _opcheck(session: Session) -> str | None:
         outputs = (out, lse, saved, saved_by)
         given = (torch.ones_like(out), None, None, query, key, value, *outputs, *rest)
         torch.library.opcheck(torch.ops.anyflex.flex_attention_backward.default, given)
-    return None
 
 
 def _leaves(value: Any, *, learn: bool) -> Any:

@@ -11,14 +11,14 @@ import torch
 import anyflex
 from anyflex.plugin import CONTRACT, CONTRACT_MIN, Backend, Spec
 from anyflex.registry import backend_table
-from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.attention_case import AttentionCase, declared_head_dim
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _LARGEST = 1024
 """Head dims above this are tried in the whole kit only, up to `_HUGE`."""
@@ -28,11 +28,7 @@ _USUAL = (8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 512, _LARGEST)
 
 def _dims(session: Session) -> list[int]:
     can = session.backend.capabilities
-    step = can.head_dim_multiple
-    least = -(-max(can.head_dim_min, 1) // step) * step
-    most = can.head_dim_max // step * step
-    usual = [dim // step * step for dim in _USUAL]
-    return sorted({dim for dim in (least, *usual, most) if least <= dim <= most})
+    return sorted({declared_head_dim(can, dim) for dim in (1, *_USUAL, can.head_dim_max)})
 
 
 def _accepted(session: Session, case: AttentionCase) -> None:
@@ -47,81 +43,58 @@ def _accepted(session: Session, case: AttentionCase) -> None:
         session.require(False, f"what is declared is refused: {error}")
 
 
-@behaviour(
-    CASES,
-    "declared/head_dims",
-    "each end of the declared head dims, and those between, are accepted and right",
-    quick=True,
-)
-def _head_dims(session: Session) -> str | None:
+@CASES.behaviour()
+def head_dims(session: Session) -> None:
+    """Each end of the declared head dims, and those between, are accepted and right."""
     for dim in _dims(session):
         if dim <= _LARGEST:
             rows = {"kv_length": 4, "q_length": 4 if session.backend.capabilities.decode else 65}
             _accepted(session, plain(session, "dims", head_dim=dim, value_head_dim=dim, **rows))
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/largest_head_dim",
-    f"the largest declared head dim (up to {_HUGE}) is accepted and right",
-)
-def _largest(session: Session) -> str | None:
+@CASES.behaviour(quick=False)
+def largest_head_dim(session: Session) -> None:
+    """The largest declared head dim (up to 16384) is accepted and right."""
     can = session.backend.capabilities
     dim = min(max(_dims(session)), _HUGE // can.head_dim_multiple * can.head_dim_multiple)
-    if dim <= _LARGEST:
-        return f"it is {dim}, which declared/head_dims has tried"
+    session.needs(dim > _LARGEST, f"it is {dim}, which declared/head_dims has tried")
     _accepted(
         session,
         plain(session, "largest", head_dim=dim, value_head_dim=dim, heads=1, kv_heads=1),
     )
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/value_head_dims",
-    "Ev may be any declared head dim whatever E is, where that is declared",
-    quick=True,
-)
-def _value_head_dims(session: Session) -> str | None:
-    if not session.backend.capabilities.different_value_head_dim:
-        return "Ev != E isn't declared"
+@CASES.behaviour()
+def value_head_dims(session: Session) -> None:
+    """Any declared head dim may be Ev whatever E is, where that is declared."""
+    session.needs(session.backend.capabilities.different_value_head_dim, "Ev != E isn't declared")
     dims = [dim for dim in _dims(session) if dim <= 256]
     for head_dim, value_head_dim in ((dims[0], dims[-1]), (dims[-1], dims[0])):
         _accepted(
             session,
             plain(session, "value_dims", head_dim=head_dim, value_head_dim=value_head_dim),
         )
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/dtypes",
-    "each declared type is accepted and right, with every declared gradient and output",
-    quick=True,
-)
-def _dtypes(session: Session) -> str | None:
+@CASES.behaviour()
+def dtypes(session: Session) -> None:
+    """Each declared type is accepted and right, with every declared gradient and output."""
     for dtype in sorted(session.backend.capabilities.dtypes, key=str):
         _accepted(session, plain(session, "dtypes", dtype=dtype))
-    return None
 
 
 def _table(table_: Any) -> Any:
     return lambda s, b, h, q, k: s + table_[k]
 
 
-@behaviour(
-    CASES,
-    "declared/captured_dtypes",
-    "captured tensors of each declared type are read",
-    quick=True,
-)
-def _captured(session: Session) -> str | None:
+@CASES.behaviour()
+def captured_dtypes(session: Session) -> None:
+    """Captured tensors of each declared type are read."""
     can = session.backend.capabilities
-    if not {"score_graph", "captured"} <= can.known_fields:
-        return "mods that read captured tensors aren't declared"
+    session.needs(
+        {"score_graph", "captured"} <= can.known_fields,
+        "mods that read captured tensors aren't declared",
+    )
     case = plain(session, "captured_dtypes", score_mod="identity")
     drawn = case.draw(session.device)
     values = torch.randint(-3, 4, (case.kv_length,), generator=torch.Generator().manual_seed(5))
@@ -129,35 +102,24 @@ def _captured(session: Session) -> str | None:
         held = values if dtype.is_signed else values.abs()
         given = with_mod(drawn, "score", case, _table, table_=held.to(dtype))
         compare(session, case, given)
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/gradients",
-    "each declared gradient can be asked for alone",
-    quick=True,
-)
-def _gradients(session: Session) -> str | None:
+@CASES.behaviour()
+def gradients(session: Session) -> None:
+    """Each declared gradient can be asked for alone."""
     possible = sorted(differentiable(session))
-    if not possible:
-        return "no gradients are declared"
+    session.needs(possible, "no gradients are declared")
     for name in possible:
         _accepted(session, plain(session, "gradients", gradients=frozenset({name})))
     can = session.backend.capabilities
     if "captured" in differentiable(session, captured=True) and "score_graph" in can.known_fields:
         alone = {"gradients": frozenset({"captured"}), "score_mod": "alibi_learned"}
         _accepted(session, plain(session, "gradients", **alone))
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/features",
-    "grouped queries, key and value of batch 1, decoding: what is declared is accepted",
-    quick=True,
-)
-def _features(session: Session) -> str | None:
+@CASES.behaviour()
+def features(session: Session) -> None:
+    """Grouped queries, key and value of batch 1, decoding: what is declared is accepted."""
     can = session.backend.capabilities
     if can.gqa:
         _accepted(session, plain(session, "gqa", heads=6, kv_heads=2))
@@ -168,17 +130,12 @@ def _features(session: Session) -> str | None:
     if can.decode:
         _accepted(session, plain(session, "one_row", q_length=1, kv_length=100))
         _accepted(session, plain(session, "short", q_length=9, kv_length=100))
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/handshake",
-    "a backend that says it is written for another contract is refused with the cure, and its "
-    "supports() is not asked",
-    quick=True,
-)
-def _handshake(session: Session) -> str | None:
+@CASES.behaviour()
+def handshake(session: Session) -> None:
+    """A backend that says it is written for another contract is refused with the cure, and its
+    supports() is not asked."""
     kind: type[Backend] = type(session.backend)
     contract = getattr(kind, "contract", CONTRACT)
     session.require(
@@ -196,18 +153,12 @@ def _handshake(session: Session) -> str | None:
                 state.kind == "incompatible" and cure in state.reason,
                 f"written for contract {other}, it is {state.kind}: {state.reason}",
             )
-    return None
 
 
-@behaviour(
-    CASES,
-    "declared/spec_text",
-    "a spec read back from its text gets the same answer",
-    quick=True,
-)
-def _spec_text(session: Session) -> str | None:
+@CASES.behaviour()
+def spec_text(session: Session) -> None:
+    """A spec read back from its text gets the same answer."""
     compare(session, plain(session, "spec_text"))
     for spec, decision in list(session.journal.decisions):
         again = session.ask(Spec.from_text(spec.to_text()))
         session.require(again == decision, f"{decision} becomes {again}")
-    return None

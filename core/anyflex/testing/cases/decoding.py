@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from anyflex.testing.attention_case import LSE, AttentionCase
-from anyflex.testing.case_types import Case, comparisons
+from anyflex.testing.case_types import Group
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 SIZES: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
@@ -22,8 +22,7 @@ SIZES: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
     (16, 4, 1, 1, 400, "alibi_abs", "window_both"),
     (64, 6, 2, 1, 345, "alibi_learned", "causal_bottom_right"),
 )
-comparisons(
-    CASES,
+CASES.compare(
     *(
         AttentionCase(
             f"decoding/{q_length}_{heads}_{kv_heads}_{kv_length}{suffix}",

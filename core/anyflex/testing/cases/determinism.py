@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import AttentionCase, Drawn
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.comparison import by_backend
 from anyflex.testing.guarded_tensors import same_bytes
@@ -19,7 +19,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _RUNS = 20
 
@@ -40,16 +40,11 @@ def _repeat(session: Session, case: AttentionCase, runs: int) -> None:
         _require_same(session, first, again, f"run {run + 1} of equal calls")
 
 
-@behaviour(
-    CASES,
-    "determinism/forward",
-    "equal calls of forward give equal bits, 20 times",
-    quick=True,
-)
-def _forward(session: Session) -> str | None:
+@CASES.behaviour()
+def forward(session: Session) -> None:
+    """Equal calls of forward give equal bits, 20 times."""
     case = plain(session, "forward", kv_length=300, gradients=frozenset())
     _repeat(session, case, _RUNS)
-    return None
 
 
 @contextmanager
@@ -71,14 +66,10 @@ def _mode_case(session: Session, length: int) -> AttentionCase:
     )
 
 
-@behaviour(
-    CASES,
-    "determinism/mode",
-    "under torch.use_deterministic_algorithms every gradient repeats bit for bit, or is refused; "
-    "where torch only warns, it is right",
-    quick=True,
-)
-def _mode(session: Session) -> str | None:
+@CASES.behaviour()
+def mode(session: Session) -> None:
+    """Under torch.use_deterministic_algorithms every gradient repeats bit for bit, or is refused;
+    where torch only warns, it is right."""
     with _deterministic(warn_only=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compare(session, _mode_case(session, 80))
@@ -86,24 +77,19 @@ def _mode(session: Session) -> str | None:
         # Many additions into two addresses: another order gives another sum.
         _repeat(session, _mode_case(session, 512), 4)
         compare(session, _mode_case(session, 80))
-    return None
 
 
 def _require_scratch_unread(session: Session, case: AttentionCase) -> None:
     drawn: Drawn = case.draw(session.device)
     found = by_backend(case, drawn, session.name, session.device)
-    with session.zeroed_scratch():
+    with session.inspecting("poisons", False):
         again = by_backend(case, drawn, session.name, session.device)
     _require_same(session, found, again, "a call whose scratch memory held zeros, not NaN,")
 
 
-@behaviour(
-    CASES,
-    "determinism/scratch",
-    "what workspaces and saved outputs held before a launch changes no bit of a result",
-    quick=True,
-)
-def _scratch(session: Session) -> str | None:
+@CASES.behaviour()
+def scratch(session: Session) -> None:
+    """No bit of a result depends on what workspaces and saved outputs held before a launch."""
     can = session.backend.capabilities
     gradients = differentiable(session, captured=True)
     # Rows that fill tiles, that fill 16 bytes, and that fill neither.
@@ -123,4 +109,3 @@ def _scratch(session: Session) -> str | None:
     with _deterministic():
         for changes in cases:
             _require_scratch_unread(session, plain(session, "backward", **changes))
-    return None

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 import anyflex
+from anyflex.testing import recording
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.comparison import by_backend, mask_of
 from anyflex.testing.guarded_tensors import same_bytes
-from anyflex.testing.recording import recorded
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _NO_ACCELERATOR = "the CPU has no streams"
 _LAUNCHES = 5
@@ -37,21 +37,18 @@ def _call(session: Session, seed: int = 0) -> AttentionCase:
     return plain(session, "devices", q_length=128, kv_length=128, seed=seed)
 
 
-@behaviour(
-    CASES,
-    "devices/recorded",
-    "a kernel selects no device and no stream, and waits for no device",
-    quick=True,
-)
-def _recorded(session: Session) -> str | None:
-    if session.device.type != "cpu":
-        return "core itself selects the device there: devices/* try it for real"
+@CASES.behaviour()
+def recorded(session: Session) -> None:
+    """A kernel selects no device and no stream, and waits for no device."""
+    session.needs(
+        session.device.type == "cpu",
+        "core itself selects the device there: devices/* try it for real",
+    )
     case = _call(session)
     drawn = case.draw(session.device)
-    with recorded() as calls:
+    with recording.recorded() as calls:
         by_backend(case, drawn, session.name, session.device)
     session.require(not calls, f"the kernel calls {'; '.join(dict.fromkeys(calls))}")
-    return None
 
 
 def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[int], None]:
@@ -91,16 +88,10 @@ def _keep_busy(device: torch.device) -> None:
         same = same @ same
 
 
-@behaviour(
-    CASES,
-    "devices/two_streams",
-    "calls on two streams that overlap share no scratch memory",
-    quick=True,
-    alone=True,
-)
-def _two_streams(session: Session) -> str | None:
-    if session.device.type == "cpu":
-        return _NO_ACCELERATOR
+@CASES.behaviour(alone=True)
+def two_streams(session: Session) -> None:
+    """Calls on two streams that overlap share no scratch memory."""
+    session.needs(session.device.type != "cpu", _NO_ACCELERATOR)
     # All of one size, because scratch memory may be shared by size.
     cases = [
         plain(session, "devices", q_length=256, kv_length=256, seed=seed) for seed in range(2)
@@ -134,19 +125,12 @@ def _two_streams(session: Session) -> str | None:
                 session.require(
                     same_bytes(one[name], tensor), f"overlapping calls give another {name}"
                 )
-    return None
 
 
-@behaviour(
-    CASES,
-    "devices/side_stream",
-    "a kernel runs on the current stream, behind what was put there",
-    quick=True,
-    alone=True,
-)
-def _side_stream(session: Session) -> str | None:
-    if session.device.type == "cpu":
-        return _NO_ACCELERATOR
+@CASES.behaviour(alone=True)
+def side_stream(session: Session) -> None:
+    """A kernel runs on the current stream, behind what was put there."""
+    session.needs(session.device.type != "cpu", _NO_ACCELERATOR)
     case = _call(session)
     drawn = case.draw(session.device)
     late = {name: torch.zeros_like(tensor) for name, tensor in drawn.tensors.items()}
@@ -162,35 +146,21 @@ def _side_stream(session: Session) -> str | None:
         with session.unwatched():
             compare(session, case, dataclasses.replace(drawn, tensors=late))
     torch.accelerator.synchronize()
-    return None
 
 
-@behaviour(
-    CASES,
-    "devices/second_device",
-    "tensors on another device than the current one are computed there",
-    quick=True,
-)
-def _second_device(session: Session) -> str | None:
-    if session.device.type == "cpu":
-        return _NO_ACCELERATOR
-    if torch.accelerator.device_count() < 2:
-        return "there is one device only"
+@CASES.behaviour()
+def second_device(session: Session) -> None:
+    """Tensors on another device than the current one are computed there."""
+    session.needs(session.device.type != "cpu", _NO_ACCELERATOR)
+    session.needs(torch.accelerator.device_count() >= 2, "there is one device only")
     other = dataclasses.replace(session, device=torch.device(session.device.type, 1))
     compare(other, _call(other))
-    return None
 
 
-@behaviour(
-    CASES,
-    "devices/no_synchronisation",
-    "neither forward nor backward makes the host wait for the device",
-    quick=True,
-    alone=True,
-)
-def _no_synchronisation(session: Session) -> str | None:
-    if session.device.type == "cpu":
-        return _NO_ACCELERATOR
+@CASES.behaviour(alone=True)
+def no_synchronisation(session: Session) -> None:
+    """Neither forward nor backward makes the host wait for the device."""
+    session.needs(session.device.type != "cpu", _NO_ACCELERATOR)
     sizes = [128, 1] if session.backend.capabilities.decode else [128]
     for q_length in sizes:
         for mask in (None, "causal"):
@@ -207,7 +177,6 @@ def _no_synchronisation(session: Session) -> str | None:
                     block_size=(64, 64),
                 ),
             )
-    return None
 
 
 def _require_no_wait(session: Session, case: AttentionCase) -> None:

@@ -9,122 +9,92 @@ import torch
 
 from anyflex.plugin import TensorSpec
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case_types import Case, behaviour, comparisons
+from anyflex.testing.case_types import Group, row
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
-comparisons(
-    CASES,
-    AttentionCase(
-        "gradients/of_lse",
+CASES.compare_rows(
+    "gradients",
+    {"gradients": QKV},
+    of_lse=row(
         "a gradient that arrives at lse alone",
-        q_length=2,
-        kv_length=2,
+        (2, 2),
         gradients=frozenset({"q", "k"}),
         dout=False,
         dlse=True,
-        quick=True,
     ),
-    AttentionCase(
-        "gradients/of_out_and_lse",
-        "gradients that arrive at out and at lse add up",
-        q_length=2,
-        kv_length=2,
-        gradients=QKV,
-        dlse=True,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/of_out_and_lse_long",
+    of_out_and_lse=row("gradients that arrive at out and at lse add up", (2, 2), dlse=True),
+    of_out_and_lse_long=row(
         "the same over several tiles, under a mask",
+        (140, 150),
+        heads=(4, 2),
         batch=2,
-        heads=4,
-        kv_heads=2,
-        q_length=140,
-        kv_length=150,
         score_mod="alibi_learned",
         mask_mod="random_spans",
         gradients=ALL,
         dlse=True,
-        quick=True,
     ),
-    AttentionCase(
-        "gradients/of_sums",
+    of_sums=row(
         "gradients of sums, whose strides are 0",
-        heads=4,
-        kv_heads=2,
-        q_length=70,
-        kv_length=50,
+        (70, 50),
+        heads=(4, 2),
         score_mod="softcap",
         mask_mod="causal",
-        gradients=QKV,
         dlse=True,
         of_sums=True,
-        quick=True,
     ),
-    AttentionCase(
-        "gradients/grouped_heads",
-        "key and value get the sum over their query heads",
-        heads=4,
-        kv_heads=1,
-        q_length=2,
-        kv_length=2,
-        gradients=QKV,
-        quick=True,
+    grouped_heads=row("key and value get the sum over their query heads", (2, 2), heads=(4, 1)),
+    small=row("gradients of two rows and two keys, by normalised weights", (2, 2), heads=(1, 1)),
+    scale=row("query and key get their gradients with the scale", (2, 2), scale=0.5),
+    one_key_batch=row(
+        "key and value of batch 1 get the sum over the batch", (20, 30), batch=2, kv_batch=1
     ),
-    AttentionCase(
-        "gradients/small",
-        "gradients of two rows and two keys, by normalised weights",
-        heads=1,
-        kv_heads=1,
-        q_length=2,
-        kv_length=2,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/scale",
-        "query and key get their gradients with the scale",
-        q_length=2,
-        kv_length=2,
-        scale=0.5,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/one_key_batch",
-        "key and value of batch 1 get the sum over the batch",
-        batch=2,
-        kv_batch=1,
-        q_length=20,
-        kv_length=30,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/captured_under_mask",
+    captured_under_mask=row(
         "dead pairs add nothing to a captured tensor's gradient",
-        q_length=4,
-        kv_length=4,
+        (4, 4),
         score_mod="alibi_learned",
         mask_mod="causal",
         gradients=ALL,
-        quick=True,
     ),
-    AttentionCase(
-        "gradients/captured_under_mask_long",
+    captured_under_mask_long=row(
         "the same over several tiles",
-        q_length=140,
-        kv_length=150,
+        (140, 150),
         score_mod="alibi_learned",
         mask_mod="causal",
         gradients=ALL,
-        quick=True,
     ),
+    dead_columns=row("dead keys have gradients of 0", (70, 90), mask_mod="dead_columns"),
+    padding=row(
+        "dead rows and dead keys have gradients of 0",
+        (90, 70),
+        batch=2,
+        mask_mod="padding",
+        dlse=True,
+    ),
+    blocks_that_nobody_visits=row(
+        "rows and keys of blocks that are never visited have gradients of 0",
+        (48, 64),
+        mask_mod="all_true",
+        runs=((1, 0, 0, 0), (0, 0, 0, 0), (0, 0, 1, 0)),
+        dlse=True,
+    ),
+    infinite_scores=row(
+        "a score of -inf from the score mod is a dead pair to backward",
+        (4, 4),
+        score_mod="causal_by_score",
+    ),
+    dead_rows_by_score=row(
+        "rows that the score mod makes -inf are dead where there is no mask as well",
+        (70, 300),
+        score_mod="dead_rows_by_score",
+        dlse=True,
+    ),
+)
+CASES.compare(
     *(
         AttentionCase(
             f"gradients/many_additions{ending}",
@@ -136,62 +106,11 @@ comparisons(
             score_mod=score_mod,
             gradients=ALL,
             dlse=True,
-            quick=True,
         )
         for ending, dtype, score_mod in (
             ("", "bf16", "bf16_collide"),
             ("_float16", "float16", "f16_collide"),
         )
-    ),
-    AttentionCase(
-        "gradients/dead_columns",
-        "dead keys have gradients of 0",
-        q_length=70,
-        kv_length=90,
-        mask_mod="dead_columns",
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/padding",
-        "dead rows and dead keys have gradients of 0",
-        batch=2,
-        q_length=90,
-        kv_length=70,
-        mask_mod="padding",
-        gradients=QKV,
-        dlse=True,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/blocks_that_nobody_visits",
-        "rows and keys of blocks that are never visited have gradients of 0",
-        q_length=48,
-        kv_length=64,
-        mask_mod="all_true",
-        runs=((1, 0, 0, 0), (0, 0, 0, 0), (0, 0, 1, 0)),
-        gradients=QKV,
-        dlse=True,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/infinite_scores",
-        "a score of -inf from the score mod is a dead pair to backward",
-        q_length=4,
-        kv_length=4,
-        score_mod="causal_by_score",
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "gradients/dead_rows_by_score",
-        "rows that the score mod makes -inf are dead where there is no mask as well",
-        q_length=70,
-        kv_length=300,
-        score_mod="dead_rows_by_score",
-        gradients=QKV,
-        dlse=True,
-        quick=True,
     ),
     # Every subset of the gradients that can be asked for, with each way that gradients arrive.
     *(
@@ -222,16 +141,12 @@ comparisons(
 )
 
 
-@behaviour(
-    CASES,
-    "gradients/nothing_unasked",
-    "no workspace is asked for the gradients of inputs that need none",
-    quick=True,
-)
-def nothing_unasked(session: Session) -> str | None:
-    """Workspace of backward for value alone, and for query, key and value."""
-    if differentiable(session) != QKV:
-        return "the backend declares no gradient of query, key and value"
+@CASES.behaviour()
+def nothing_unasked(session: Session) -> None:
+    """No workspace is asked for the gradients of inputs that need none."""
+    session.needs(
+        differentiable(session) == QKV, "the backend declares no gradient of query, key and value"
+    )
     asked = {}
     for wanted in (frozenset({"v"}), QKV):
         session.journal.workspaces.clear()
@@ -248,7 +163,6 @@ def nothing_unasked(session: Session) -> str | None:
         f"backward asks for {alone} bytes of workspace where only value needs a gradient, and for "
         f"{all_three} where query and key need one too",
     )
-    return None
 
 
 def _bytes(spec: TensorSpec) -> int:

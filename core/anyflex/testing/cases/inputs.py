@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case_types import Case, comparisons
+from anyflex.testing.case_types import Group, row
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 
 def nan_in_dead_keys(tensors: dict[str, Tensor]) -> None:
@@ -83,137 +83,96 @@ def tiny(tensors: dict[str, Tensor]) -> None:
         tensors[name].mul_(factor)
 
 
-comparisons(
-    CASES,
-    AttentionCase(
-        "inputs/nan_in_dead_keys",
+CASES.compare_rows(
+    "inputs",
+    {"gradients": QKV},
+    nan_in_dead_keys=row(
         "NaN in a dead key or value doesn't reach any result",
-        q_length=10,
-        kv_length=14,
+        (10, 14),
         mask_mod="causal",
         values=nan_in_dead_keys,
-        gradients=QKV,
         dlse=True,
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/nan_in_dead_keys_and_mod",
+    nan_in_dead_keys_and_mod=row(
         "NaN in a dead key doesn't reach a captured tensor's gradient",
-        q_length=70,
-        kv_length=90,
-        heads=4,
+        (70, 90),
+        heads=(4, 2),
         score_mod="squared_table",
         mask_mod="causal",
         values=nan_in_dead_keys,
         gradients=ALL,
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/infinity_in_dead_keys",
+    infinity_in_dead_keys=row(
         "infinities in a dead key or value don't reach any result",
-        q_length=10,
-        kv_length=14,
+        (10, 14),
         mask_mod="causal",
         values=infinity_in_dead_keys,
-        gradients=QKV,
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/nan_in_dead_rows",
+    nan_in_dead_rows=row(
         "NaN in a query that sees no key doesn't reach any result",
-        q_length=40,
-        kv_length=38,
+        (40, 38),
         mask_mod="anti_causal",
         values=nan_in_dead_rows,
-        gradients=QKV,
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/infinite_gradient_of_dead_lse",
+    infinite_gradient_of_dead_lse=row(
         "what arrives at lse of a row that sees no key is dropped",
-        q_length=40,
-        kv_length=38,
+        (40, 38),
         mask_mod="anti_causal",
         values=infinite_gradient_of_dead_lse,
-        gradients=QKV,
         dlse=True,
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/nan_for_some_rows",
+    nan_for_some_rows=row(
         "NaN in a key or value reaches the rows that visit it, and no other",
-        q_length=40,
-        kv_length=40,
         mask_mod="causal",
         values=nan_in_later_keys,
         gradients=frozenset({"q"}),
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/nan_pair_is_dead",
+    nan_pair_is_dead=row(
         "a NaN that the mod makes at a masked pair doesn't reach any result",
         score_mod="nan_one_pair",
         mask_mod="anti_causal",
-        gradients=QKV,
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/nan_in_a_query",
+    nan_in_a_query=row(
         "a NaN in a query stays in its row",
-        q_length=37,
+        (37, 40),
         values=nan_in_a_query,
         gradients=frozenset({"q"}),
-        quick=True,
     ),
-    AttentionCase(
-        "inputs/nan_through_maximum",
+    nan_through_maximum=row(
         "NaN wins against a number in torch.maximum",
-        q_length=37,
+        (37, 40),
         score_mod="maximum_of_table",
         values=nan_in_a_query,
-        quick=True,
+        gradients=frozenset(),
     ),
-    AttentionCase(
-        "inputs/nan_through_minimum",
+    nan_through_minimum=row(
         "NaN wins against a number in torch.minimum",
-        q_length=37,
+        (37, 40),
         score_mod="minimum_of_table",
         values=nan_in_a_query,
-        quick=True,
+        gradients=frozenset(),
     ),
-    AttentionCase(
-        "inputs/infinity_in_a_key",
+    infinity_in_a_key=row(
         "scores of +inf make their row of out NaN, scores of -inf their pair dead",
-        q_length=37,
+        (37, 40),
         values=infinity_in_a_key,
         aux=frozenset({"max_scores"}),
-        quick=True,
+        gradients=frozenset(),
     ),
-    AttentionCase(
-        "inputs/infinity_in_a_value",
+    infinity_in_a_value=row(
         "an infinite value reaches its own element of out",
-        q_length=37,
+        (37, 40),
         values=infinity_in_a_value,
-        quick=True,
+        gradients=frozenset(),
     ),
-    AttentionCase(
-        "inputs/larger_scores_later",
-        "sums so far are rescaled when the maximum rises",
-        q_length=70,
-        kv_length=300,
-        values=larger_scores_later,
-        gradients=QKV,
-        quick=True,
+    larger_scores_later=row(
+        "sums so far are rescaled when the maximum rises", (70, 300), values=larger_scores_later
     ),
-    AttentionCase(
-        "inputs/larger_scores_earlier",
-        "and stay where it doesn't",
-        q_length=70,
-        kv_length=300,
-        values=larger_scores_earlier,
-        gradients=QKV,
-        quick=True,
+    larger_scores_earlier=row(
+        "and stay where it doesn't", (70, 300), values=larger_scores_earlier
     ),
+)
+CASES.compare(
     *(
         AttentionCase(
             f"inputs/{change.__name__}{suffix}",
@@ -228,6 +187,7 @@ comparisons(
             values=change,
             gradients=QKV,
             dlse=True,
+            quick=False,
         )
         for change in (huge, tiny, larger_scores_later, larger_scores_earlier)
         for suffix, q_length, dtype in (

@@ -16,49 +16,20 @@ from torch import Tensor
 
 from anyflex.testing.attention_case import LSE, AttentionCase, Drawn
 from anyflex.testing.budgets import Budgets
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import plain, with_mod
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 LOWEST = torch.finfo(torch.float32).min
 KEYS = 150
 LSE_THAT_TELLS = 2.0**17
 """Largest lse whose rounding changes weights by less than a hundredth."""
 
 Builder = Callable[..., Callable[..., Any]]
-
-
-def lowered_to_lowest(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
-    """Lowers whole rows, whole columns and others, as padding masks are written as biases."""
-    return lambda s, b, h, q, k: s + torch.minimum(rows[q], keys[k])
-
-
-def lowest_instead(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
-    """`lowered_to_lowest` by a choice instead of a sum."""
-    return lambda s, b, h, q, k: torch.where(torch.minimum(rows[q], keys[k]) < 0, LOWEST, s)
-
-
-def raised() -> Callable[..., Any]:
-    """Raises scores by as much as leaves them their last bit."""
-    return lambda s, b, h, q, k: s + 2.0**20
-
-
-def lowered() -> Callable[..., Any]:
-    return lambda s, b, h, q, k: s - 2.0**20
-
-
-def in_steps() -> Callable[..., Any]:
-    """Each step of keys exceeds all before it, from small scores to large ones."""
-    return lambda s, b, h, q, k: s + (k // 30) * 3000.0
-
-
-def magnified() -> Callable[..., Any]:
-    """All scores but the largest, of which there are several, vanish."""
-    return lambda s, b, h, q, k: s * 2.0**24
 
 
 def _whole_numbers(tensors: dict[str, Tensor]) -> None:
@@ -111,70 +82,78 @@ def _compare(session: Session, case: AttentionCase, drawn: Drawn) -> None:
     session.require(not lines, f"with {case.q_length} rows " + "; ".join(lines))
 
 
-def _enter(
-    name: str, shows: str, builder: Builder, *, has_tables: bool, learns: bool, **changes: Any
-) -> None:
-    @behaviour(CASES, f"large_scores/{name}", shows, quick=True)
-    def run(session: Session) -> None:
-        given = changes if learns else {**changes, "gradients": frozenset()}
-        for case in _cases(session, name, values=_whole_numbers, **given):
-            drawn = case.draw(session.device)
-            leaves = _lowest_tables(case) if has_tables else {}
-            _compare(session, case, with_mod(drawn, "score", case, builder, **leaves))
+def _check(session: Session, builder: Builder, **changes: Any) -> None:
+    """Compare calls with a score mod, which may read the tables of `_lowest_tables`."""
+    for case in _cases(session, "large_scores", values=_whole_numbers, **changes):
+        drawn = case.draw(session.device)
+        tables = _lowest_tables(case)
+        _compare(session, case, with_mod(drawn, "score", case, builder, **tables))
 
 
-_enter(
-    "lowered_to_lowest",
-    "a row whose scores are all the lowest float weighs its keys alike",
-    lowered_to_lowest,
-    has_tables=True,
-    learns=True,
-)
-_enter(
-    "lowest_instead",
-    "the same where the lowest float stands instead of scores",
-    lowest_instead,
-    has_tables=True,
-    learns=True,
-)
-_enter(
-    "raised", "scores near a million keep their differences", raised, has_tables=False, learns=True
-)
-_enter(
-    "lowered",
-    "scores near minus a million keep their differences",
-    lowered,
-    has_tables=False,
-    learns=True,
-)
-_enter(
-    "raised_in_groups",
-    "and so do those of causal rows of grouped heads, at a scale below 0",
-    raised,
-    has_tables=False,
-    learns=True,
-    heads=4,
-    kv_heads=2,
-    mask_mod="causal",
-    scale=-0.25,
-)
-_enter(
-    "in_steps",
-    "sums are rescaled from small scores to large ones",
-    in_steps,
-    has_tables=False,
-    learns=True,
-)
-_enter(
-    "magnified",
-    "equal scores of 2^24 and more share the weight",
-    magnified,
-    has_tables=False,
-    learns=False,
-)
+@CASES.behaviour()
+def lowered_to_lowest(session: Session) -> None:
+    """A row whose scores are all the lowest float weighs its keys alike."""
+    # Whole rows, whole columns and others, as padding masks are written as biases.
+    _check(
+        session,
+        lambda rows, keys: lambda s, b, h, q, k: s + torch.minimum(rows[q], keys[k]),
+    )
 
 
-@behaviour(CASES, "large_scores/products", "and so do equal products of 10^10", quick=True)
+@CASES.behaviour()
+def lowest_instead(session: Session) -> None:
+    """The same where the lowest float stands instead of scores."""
+    _check(
+        session,
+        lambda rows, keys: (
+            lambda s, b, h, q, k: torch.where(torch.minimum(rows[q], keys[k]) < 0, LOWEST, s)
+        ),
+    )
+
+
+def _raised(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
+    """Raises scores by as much as leaves them their last bit."""
+    return lambda s, b, h, q, k: s + 2.0**20
+
+
+@CASES.behaviour()
+def raised(session: Session) -> None:
+    """Scores near a million keep their differences."""
+    _check(session, _raised)
+
+
+@CASES.behaviour()
+def lowered(session: Session) -> None:
+    """Scores near minus a million keep their differences."""
+    _check(session, lambda rows, keys: lambda s, b, h, q, k: s - 2.0**20)
+
+
+@CASES.behaviour()
+def raised_in_groups(session: Session) -> None:
+    """And so do those of causal rows of grouped heads, at a scale below 0."""
+    _check(session, _raised, heads=4, kv_heads=2, mask_mod="causal", scale=-0.25)
+
+
+@CASES.behaviour()
+def in_steps(session: Session) -> None:
+    """Sums are rescaled from small scores to large ones."""
+    # Each step of keys exceeds all before it.
+    _check(session, lambda rows, keys: lambda s, b, h, q, k: s + (k // 30) * 3000.0)
+
+
+@CASES.behaviour()
+def magnified(session: Session) -> None:
+    """Equal scores of 2^24 and more share the weight."""
+    # All scores but the largest, of which there are several, vanish.
+    _check(
+        session,
+        lambda rows, keys: lambda s, b, h, q, k: s * 2.0**24,
+        gradients=frozenset(),
+    )
+
+
+@CASES.behaviour()
 def products(session: Session) -> None:
+    """And so do equal products of 10^10."""
     for case in _cases(session, "products", values=_equal_products, gradients=frozenset()):
         _compare(session, case, case.draw(session.device))

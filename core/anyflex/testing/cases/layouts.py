@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import QKV, AttentionCase, Layout
-from anyflex.testing.case_types import Case, behaviour, comparisons
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, plain
-from anyflex.testing.session import ConformanceFailure, Session
+from anyflex.testing.session import ConformanceFailure, NotApplicable, Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
-comparisons(
-    CASES,
+CASES.compare(
     *(
         AttentionCase(
             f"layouts/{layout}{suffix}",
@@ -70,13 +69,9 @@ def _far_apart(tensor: Tensor, axis: int) -> Tensor:
     return far.copy_(tensor)
 
 
-@behaviour(
-    CASES,
-    "layouts/far_apart",
-    "offsets of 2^31 elements and more, of batches or rows of query, key and value",
-    quick=True,
-)
-def _offsets_of_64_bits(session: Session) -> str | None:
+@CASES.behaviour()
+def far_apart(session: Session) -> None:
+    """Offsets of 2^31 elements and more, of batches or rows of query, key and value."""
     declared = session.backend.capabilities.dtypes
     narrow = [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in declared]
     changes = {"dtype": narrow[0]} if narrow else {}
@@ -87,10 +82,11 @@ def _offsets_of_64_bits(session: Session) -> str | None:
             try:
                 far = _far_apart(drawn.tensors[name], axis)
             except RuntimeError as error:
-                return f"there is no room for tensors of 2^31 elements: {error}"
+                raise NotApplicable(
+                    f"there is no room for tensors of 2^31 elements: {error}"
+                ) from error
             given = dataclasses.replace(drawn, tensors={**drawn.tensors, name: far})
             try:
                 compare(session, case, given)
             except ConformanceFailure as error:
                 raise ConformanceFailure(f"{what} of {name} far apart: {error}") from error
-    return None

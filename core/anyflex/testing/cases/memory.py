@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import Layout, laid_out
-from anyflex.testing.case_types import Case, behaviour
-from anyflex.testing.checking import compare, differentiable, plain, with_mod
-from anyflex.testing.child_process import forked, forks_autograd, why_no_fork
+from anyflex.testing.case_types import Group
+from anyflex.testing.checking import compare, differentiable, modded, plain, with_mod
+from anyflex.testing.child_process import forked, forks_autograd, needs_fork
 from anyflex.testing.comparison import by_backend
 from anyflex.testing.guard_pages import at_guard_page
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _REPEATS = 50
 
@@ -40,26 +40,17 @@ def _biased(bias: Any) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + bias[q, k]
 
 
-@behaviour(
-    CASES,
-    "memory/tensors",
-    "a call fills the outputs that it is given, all of each and nothing beside, changes no input, "
-    "and results lie in memory as their inputs do",
-    quick=True,
-)
-def _tensors(session: Session) -> str | None:
+@CASES.behaviour()
+def tensors(session: Session) -> None:
+    """A call fills the outputs that it is given, all of each and nothing beside, changes no input,
+    and results lie in memory as their inputs do."""
     can = session.backend.capabilities
     changes: dict[str, Any] = {"q_length": 17 if can.decode else 81, "kv_length": 17}
     if can.different_value_head_dim and can.head_dim_min <= 24 <= can.head_dim_max:
         changes["value_head_dim"] = -(-24 // can.head_dim_multiple) * can.head_dim_multiple
-    if {"score_graph", "captured"} <= can.known_fields:
-        changes["score_mod"] = "alibi_learned"
-        changes["gradients"] = differentiable(session, captured=True)
-    if {"mask_graph", "mask_kind"} <= can.known_fields:
-        changes["mask_mod"] = "causal"
     layouts: tuple[Layout, ...] = ("dense", "heads_last")
     for layout in layouts:
-        case = plain(session, "tensors", layout=layout, batch=2, **changes)
+        case = modded(session, "tensors", layout=layout, batch=2, **changes)
         compare(session, case)
         found = by_backend(case, case.draw(session.device), session.name, session.device)
         for name in ("out", "dq", "dk", "dv"):
@@ -69,18 +60,14 @@ def _tensors(session: Session) -> str | None:
                     found[name].stride() == wanted,
                     f"{name} has strides {found[name].stride()}, wanted {wanted} ({layout})",
                 )
-    return None
 
 
-@behaviour(
-    CASES,
-    "memory/inputs_released",
-    "after a call nothing keeps its inputs alive",
-    quick=True,
-)
-def _inputs_released(session: Session) -> str | None:
-    if session.device.type != "cpu":
-        return "the memory of a tensor can be watched on the CPU only"
+@CASES.behaviour()
+def inputs_released(session: Session) -> None:
+    """After a call nothing keeps its inputs alive."""
+    session.needs(
+        session.device.type == "cpu", "the memory of a tensor can be watched on the CPU only"
+    )
     modded = {"score_graph", "captured"} <= session.backend.capabilities.known_fields
     mod = "identity" if modded else None
     case = plain(session, "released", score_mod=mod)
@@ -101,16 +88,11 @@ def _inputs_released(session: Session) -> str | None:
     gc.collect()
     kept = [name for name, reference in watched.items() if reference() is not None]
     session.require(not kept, f"after the call something keeps {', '.join(kept)} alive")
-    return None
 
 
-@behaviour(
-    CASES,
-    "memory/growth",
-    f"{_REPEATS} equal calls, with their backward, leave no more objects than a few",
-    quick=True,
-)
-def _growth(session: Session) -> str | None:
+@CASES.behaviour()
+def growth(session: Session) -> None:
+    """Equal calls, with their backward, leave no more objects than a few."""
     case = plain(session, "growth")
     drawn = case.draw(session.device)
 
@@ -136,20 +118,14 @@ def _growth(session: Session) -> str | None:
         more_allocated <= allocated,
         f"{_REPEATS} calls left {more_allocated - allocated} more bytes allocated on the device",
     )
-    return None
 
 
-@behaviour(
-    CASES,
-    "memory/unneeded_gradients",
-    "no room is asked for a gradient that nobody needs",
-    quick=True,
-)
-def _unneeded(session: Session) -> str | None:
+@CASES.behaviour()
+def unneeded_gradients(session: Session) -> None:
+    """No room is asked for a gradient that nobody needs."""
     possible = differentiable(session)
     can = session.backend.capabilities
-    if not possible:
-        return "no gradients are declared"
+    session.needs(possible, "no gradients are declared")
     for name in sorted(possible):
         case = plain(session, "unneeded")
         dims = {"head_dim": case.head_dim, "value_head_dim": case.head_dim}
@@ -182,7 +158,6 @@ def _unneeded(session: Session) -> str | None:
                     f"only {name} needs a gradient, and backward asks for a workspace of "
                     f"{other}'s shape {list(shape)}",
                 )
-    return None
 
 
 def _counted_down(table: Any, last: Any) -> Callable[..., Any]:
@@ -193,16 +168,10 @@ def _counted_up(table: Any) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + table[q - k]
 
 
-@behaviour(
-    CASES,
-    "memory/guard_page",
-    "a captured tensor is not read outside of its memory, at dead pairs neither",
-    quick=True,
-)
-def _guard_page(session: Session) -> str | None:
-    reason = why_no_fork(session.device)
-    if reason is not None:
-        return reason
+@CASES.behaviour()
+def guard_page(session: Session) -> None:
+    """A captured tensor is not read outside of its memory, at dead pairs neither."""
+    needs_fork(session)
     length = 40 if session.backend.capabilities.decode else 80
     gradients = differentiable(session) if forks_autograd() else frozenset[str]()
     case = plain(
@@ -238,4 +207,3 @@ def _guard_page(session: Session) -> str | None:
             failure is None,
             f"with a captured tensor whose memory ends at a guard page ({side}): {failure}",
         )
-    return None

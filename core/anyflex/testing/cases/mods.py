@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import ALL, AttentionCase
-from anyflex.testing.case_types import Case, comparisons
-from anyflex.testing.mods import SCORE_MODS, Entry
+from anyflex.testing.case_types import Group, row
+from anyflex.testing.mods import SCORE_MODS
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 _JUMPS = frozenset({"rounded", "signed_root", "clamped", "safe_sqrt"})
@@ -33,153 +34,116 @@ def on_a_grid(tensors: dict[str, Tensor]) -> None:
     tensors["key"][..., 0] = 0.015625
 
 
-def _case(name: str, entry: Entry, **changes: object) -> AttentionCase:
-    case = AttentionCase(
-        name,
-        f"score mod {entry.number}, {entry.name}: values and every gradient",
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        score_mod=entry.name,
-        gradients=ALL,
-        dlse=True,
-    )
-    if entry.name in _JUMPS:
-        case = dataclasses.replace(case, values=on_a_grid, scale=_GRID_SCALE)
-    return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "": {"q_length": 70, "kv_length": 50, "mask_mod": "window_both"},
+    "/short": {"q_length": 20, "kv_length": 41, "mask_mod": "random_spans"},
+    "/bfloat16": {
+        "q_length": 77,
+        "kv_length": 150,
+        "dtype": BFLOAT16,
+        "mask_mod": "doc_sorted",
+        "form": "partial",
+    },
+    "/float16": {
+        "q_length": 66,
+        "kv_length": 66,
+        "kv_heads": 4,
+        "head_dim": 32,
+        "dtype": FLOAT16,
+        "layout": "heads_last",
+        "form": "object",
+    },
+    "/float64": {
+        "q_length": 65,
+        "kv_length": 40,
+        "dtype": FLOAT64,
+        "mask_mod": "causal",
+        "kv_batch": 1,
+    },
+    "/decode": {
+        "batch": 3,
+        "kv_heads": 1,
+        "q_length": 1,
+        "kv_length": 200,
+        "gradients": frozenset(),
+        "dlse": False,
+    },
+    "/long": {
+        "batch": 1,
+        "q_length": 129,
+        "kv_length": 257,
+        "value_head_dim": 24,
+        "mask_mod": "causal",
+        "block_size": (128, 128),
+    },
+}
+"""Calls with each mod: the end of the case's name -> what is special. The first is quick."""
 
-
-for _entry in SCORE_MODS.values():
-    _name = f"mods/{_entry.name}"
-    comparisons(
-        CASES,
-        _case(
-            _name,
-            _entry,
-            q_length=70,
-            kv_length=50,
-            mask_mod="window_both",
-            quick=True,
-        ),
-        _case(f"{_name}/short", _entry, q_length=20, kv_length=41, mask_mod="random_spans"),
-        _case(
-            f"{_name}/bfloat16",
-            _entry,
-            q_length=77,
-            kv_length=150,
-            dtype=BFLOAT16,
-            mask_mod="doc_sorted",
-            form="partial",
-        ),
-        _case(
-            f"{_name}/float16",
-            _entry,
-            q_length=66,
-            kv_length=66,
-            kv_heads=4,
-            head_dim=32,
-            dtype=FLOAT16,
-            layout="heads_last",
-            form="object",
-        ),
-        _case(
-            f"{_name}/float64",
-            _entry,
-            q_length=65,
-            kv_length=40,
-            dtype=FLOAT64,
-            mask_mod="causal",
-            kv_batch=1,
-        ),
-        _case(
-            f"{_name}/decode",
-            _entry,
-            batch=3,
-            kv_heads=1,
-            q_length=1,
-            kv_length=200,
-            gradients=frozenset(),
-            dlse=False,
-        ),
-        _case(
-            f"{_name}/long",
-            _entry,
-            batch=1,
-            q_length=129,
-            kv_length=257,
-            value_head_dim=24,
-            mask_mod="causal",
-            block_size=(128, 128),
-        ),
+for _entry, (_ending, _changes) in itertools.product(SCORE_MODS.values(), _VARIANTS.items()):
+    _given: dict[str, Any] = {"batch": 2, "heads": 4, "gradients": ALL, "dlse": True}
+    if _entry.name in _JUMPS:
+        _given |= {"values": on_a_grid, "scale": _GRID_SCALE}
+    CASES.compare(
+        AttentionCase(
+            f"mods/{_entry.name}{_ending}",
+            f"score mod {_entry.number}, {_entry.name}: values and every gradient",
+            score_mod=_entry.name,
+            quick=not _ending,
+            **{**_given, **_changes},
+        )
     )
 
-comparisons(
-    CASES,
-    AttentionCase(
-        "mods/scale",
+CASES.compare_rows(
+    "mods",
+    {"gradients": ALL},
+    scale=row(
         "scores are multiplied by the scale, once, before the score mod",
-        q_length=4,
-        kv_length=4,
-        head_dim=8,
-        value_head_dim=8,
+        (4, 4),
+        head_dims=(8, 8),
         scale=0.5,
         score_mod="softcap",
-        gradients=ALL,
-        quick=True,
     ),
-    AttentionCase(
-        "mods/scale_alone",
-        "scores are multiplied by the scale, once",
-        q_length=4,
-        kv_length=4,
-        scale=0.5,
-        gradients=ALL,
-        quick=True,
+    scale_alone=row("scores are multiplied by the scale, once", (4, 4), scale=0.5),
+    negative_scale=row(
+        "a scale may be negative", (70, 40), scale=-0.3, score_mod="softcap", mask_mod="causal"
     ),
-    AttentionCase(
-        "mods/negative_scale",
-        "a scale may be negative",
-        q_length=70,
-        scale=-0.3,
-        score_mod="softcap",
-        mask_mod="causal",
-        gradients=ALL,
-        quick=True,
-    ),
-    AttentionCase(
-        "mods/zero_scale",
+    zero_scale=row(
         "a scale of 0 makes all scores equal, and no gradient of query or key",
         scale=0.0,
-        gradients=ALL,
         dlse=True,
+        quick=False,
     ),
-    AttentionCase(
-        "mods/full_blocks",
+    full_blocks=row(
         "the score mod applies in FULL blocks too",
-        q_length=128,
-        kv_length=256,
+        (128, 256),
         score_mod="alibi_abs",
         mask_mod="all_true",
         block_size=(128, 128),
-        gradients=ALL,
-        quick=True,
     ),
-    AttentionCase(
-        "mods/past_the_first_block",
+    past_the_first_block=row(
         "the mod is told positions in the sequence, not in a block",
-        q_length=129,
-        kv_length=130,
+        (129, 130),
         score_mod="alibi_abs",
-        quick=True,
+        gradients=frozenset(),
     ),
-    AttentionCase(
-        "mods/query_heads",
+    query_heads=row(
         "the mod is told the query head, not the key head",
-        heads=4,
-        kv_heads=2,
+        heads=(4, 2),
         score_mod="alibi_abs",
-        quick=True,
+        gradients=frozenset(),
     ),
+    negative_index=row("an index of -1 is a table's last", (4, 4), score_mod="negative_wrap"),
+    square_bias=row("a captured matrix is read row by column", (4, 4), score_mod="dense_bias"),
+    squared_table=row(
+        "gradients of the score and of a table that is read twice need each other's values",
+        (33, 40),
+        heads=(4, 2),
+        score_mod="squared_table",
+        mask_mod="window_left",
+        dlse=True,
+    ),
+)
+CASES.compare(
     *(
         AttentionCase(
             f"mods/{mod}_without_mask",
@@ -190,39 +154,8 @@ comparisons(
             q_length=70,
             score_mod=mod,
             gradients=ALL,
-            quick=True,
         )
         for mod in ("temperature_batch", "dense_bias")
-    ),
-    AttentionCase(
-        "mods/negative_index",
-        "an index of -1 is a table's last",
-        q_length=4,
-        kv_length=4,
-        score_mod="negative_wrap",
-        gradients=ALL,
-        quick=True,
-    ),
-    AttentionCase(
-        "mods/square_bias",
-        "a captured matrix is read row by column",
-        q_length=4,
-        kv_length=4,
-        score_mod="dense_bias",
-        gradients=ALL,
-        quick=True,
-    ),
-    AttentionCase(
-        "mods/squared_table",
-        "gradients of the score and of a table that is read twice need each other's values",
-        heads=4,
-        kv_heads=2,
-        q_length=33,
-        score_mod="squared_table",
-        mask_mod="window_left",
-        gradients=ALL,
-        dlse=True,
-        quick=True,
     ),
     *(
         AttentionCase(

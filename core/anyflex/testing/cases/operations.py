@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case_types import Case, comparisons
+from anyflex.testing.case_types import Group
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
-comparisons(
-    CASES,
+CASES.compare(
     *(
         AttentionCase(
             f"operations/{name.removeprefix('operation_')}",
@@ -22,7 +21,6 @@ comparisons(
             kv_length=11,
             score_mod=name,
             gradients=frozenset({"q", "k", "v"}),
-            quick=True,
         )
         for name in OPERATION_MODS
     ),

@@ -10,13 +10,13 @@ from typing import Any
 import anyflex
 from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.plugin import Option
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, plain, with_options
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 
 def _refused(session: Session, options: dict[str, object]) -> str:
@@ -32,13 +32,9 @@ def _refused(session: Session, options: dict[str, object]) -> str:
     return ""
 
 
-@behaviour(
-    CASES,
-    "options/unknown",
-    "an option that isn't declared is refused, with the nearest name",
-    quick=True,
-)
-def _unknown(session: Session) -> str | None:
+@CASES.behaviour()
+def unknown(session: Session) -> None:
+    """An option that isn't declared is refused, with the nearest name."""
     _refused(session, {"NO_SUCH_KEY": 1})
     for name in session.backend.options:
         message = _refused(session, {name + "x": 1})
@@ -46,16 +42,11 @@ def _unknown(session: Session) -> str | None:
         session.require(
             repr(nearest) in message, f"the refusal of {name}x doesn't name {nearest}: {message}"
         )
-    return None
 
 
-@behaviour(
-    CASES,
-    "options/wrong_type",
-    "a value of another type, or out of the choices, is refused",
-    quick=True,
-)
-def _wrong_type(session: Session) -> str | None:
+@CASES.behaviour()
+def wrong_type(session: Session) -> None:
+    """A value of another type, or out of the choices, is refused."""
     for name, option in session.backend.options.items():
         wrong: list[object] = [b"bytes", None]
         if option.type is not str:
@@ -64,7 +55,7 @@ def _wrong_type(session: Session) -> str | None:
             wrong.append(max(int(choice) for choice in option.choices) + 1)
         for value in wrong:
             _refused(session, {name: value})
-    return None if session.backend.options else "no options are declared"
+    session.needs(session.backend.options, "no options are declared")
 
 
 def _values(option: Option) -> list[object]:
@@ -76,15 +67,10 @@ def _values(option: Option) -> list[object]:
     return [] if option.default is None else [option.default]
 
 
-@behaviour(
-    CASES,
-    "options/choices",
-    "every declared choice of every option is accepted and computes the same attention",
-    quick=True,
-)
-def _choices(session: Session) -> str | None:
-    if not session.backend.options:
-        return "no options are declared"
+@CASES.behaviour()
+def choices(session: Session) -> None:
+    """Every declared choice of every option is accepted and computes the same attention."""
+    session.needs(session.backend.options, "no options are declared")
     case = plain(session, "choices", q_length=70, kv_length=150)
     for name, option in session.backend.options.items():
         session.require(
@@ -102,24 +88,21 @@ def _choices(session: Session) -> str | None:
                 (name, value) in session.journal.forwards[-1].options,
                 f"option {name}={value!r} did not arrive in spec.options",
             )
-    return None
 
 
-@behaviour(
-    CASES,
-    "options/together",
-    "each option together with the one declared next, neither at its default, computes the same "
-    "attention or is refused by name",
-)
-def _together(session: Session) -> str | None:
+@CASES.behaviour(quick=False)
+def together(session: Session) -> None:
+    """Each option together with the one declared next, neither at its default, computes the same
+    attention or is refused by name."""
     last = {
         name: values[-1]
         for name, option in session.backend.options.items()
         if (values := [value for value in _values(option) if value != option.default])
     }
     names = [*last]
-    if len(names) < 2:
-        return "fewer than two options say what values they take beside their defaults"
+    session.needs(
+        len(names) >= 2, "fewer than two options say what values they take beside their defaults"
+    )
     case = plain(session, "together", q_length=70, kv_length=150)
     for pair in itertools.pairwise(names):
         given = {name: last[name] for name in pair}
@@ -130,4 +113,3 @@ def _together(session: Session) -> str | None:
                 any(name in str(error) for name in pair),
                 f"the refusal of {given} names neither: {error}",
             )
-    return None

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case_types import Case, comparisons
+from anyflex.testing.case_types import Group, row
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -56,196 +56,116 @@ def sixty_four(tensors: dict[str, Tensor]) -> None:
         tensors[name].fill_(64.0)
 
 
-comparisons(
-    CASES,
-    AttentionCase(
-        "precision/tanh",
-        "tanh is right to float32's digits",
-        q_length=16,
-        kv_length=16,
-        dtype=FLOAT32,
-        insists=True,
-        score_mod="softcap",
-        gradients=QKV,
-        quick=True,
+CASES.compare_rows(
+    "precision",
+    {"insists": True, "gradients": QKV},
+    tanh=row("tanh is right to float32's digits", (16, 16), score_mod="softcap"),
+    cosine=row("cos is right to float32's digits", (16, 16), score_mod="rope_like", gradients=ALL),
+    exponential=row(
+        "exp is right to float32's digits", (16, 16), score_mod="scalar_learned", gradients=ALL
     ),
-    AttentionCase(
-        "precision/cosine",
-        "cos is right to float32's digits",
-        q_length=16,
-        kv_length=16,
-        dtype=FLOAT32,
-        insists=True,
-        score_mod="rope_like",
-        gradients=ALL,
-        quick=True,
+    float32_products=row(
+        "products of float32 inputs keep float32's digits", (64, 64), head_dims=(64, 64)
     ),
-    AttentionCase(
-        "precision/exponential",
-        "exp is right to float32's digits",
-        q_length=16,
-        kv_length=16,
-        dtype=FLOAT32,
-        insists=True,
-        score_mod="scalar_learned",
-        gradients=ALL,
-        quick=True,
-    ),
-    AttentionCase(
-        "precision/float32_products",
-        "products of float32 inputs keep float32's digits",
-        q_length=64,
-        kv_length=64,
-        head_dim=64,
-        value_head_dim=64,
-        dtype=FLOAT32,
-        insists=True,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "precision/float32_products_long",
+    float32_products_long=row(
         "the same for more rows and a larger head dim",
-        q_length=130,
-        kv_length=130,
-        head_dim=128,
-        value_head_dim=128,
-        dtype=FLOAT32,
-        insists=True,
+        (130, 130),
+        head_dims=(128, 128),
         mask_mod="causal",
-        gradients=QKV,
+        quick=False,
     ),
-    AttentionCase(
-        "precision/tf32",
+    tf32=row(
         "where torch allows float32 products in TF32, they keep that many digits at least",
-        q_length=64,
-        kv_length=64,
-        head_dim=64,
-        value_head_dim=64,
-        dtype=FLOAT32,
-        insists=True,
+        (64, 64),
+        head_dims=(64, 64),
         products="high",
         score_mod="softcap",
-        gradients=QKV,
-        quick=True,
     ),
-    AttentionCase(
-        "precision/tf32_long",
+    tf32_long=row(
         "the same for more rows and a larger head dim",
-        q_length=200,
-        kv_length=300,
-        head_dim=128,
-        value_head_dim=128,
-        dtype=FLOAT32,
-        insists=True,
+        (200, 300),
+        head_dims=(128, 128),
         products="high",
         mask_mod="causal",
-        gradients=QKV,
         dlse=True,
+        quick=False,
     ),
-    AttentionCase(
-        "precision/tf32_decoding",
+    tf32_decoding=row(
         "the same for one query row",
-        q_length=1,
-        kv_length=300,
-        head_dim=64,
-        value_head_dim=64,
-        dtype=FLOAT32,
-        insists=True,
+        (1, 300),
+        head_dims=(64, 64),
         products="high",
+        gradients=frozenset(),
+        quick=False,
     ),
-    AttentionCase(
-        "precision/float16_scores",
+)
+CASES.compare_rows(
+    "precision",
+    {},
+    float16_scores=row(
         "scores of float16 inputs are summed in float32",
-        heads=1,
-        kv_heads=1,
-        q_length=2,
-        kv_length=2,
-        head_dim=64,
-        value_head_dim=64,
+        (2, 2),
+        heads=(1, 1),
+        head_dims=(64, 64),
         dtype=FLOAT16,
         values=sixty_four,
-        quick=True,
     ),
-    AttentionCase(
-        "precision/long_row",
+    long_row=row(
         "out is summed in float32 over a long row",
-        q_length=1,
-        kv_length=4096,
+        (1, 4096),
+        head_dims=(64, 64),
         dtype=BFLOAT16,
-        head_dim=64,
-        value_head_dim=64,
         values=constant_columns,
-        quick=True,
     ),
-    AttentionCase(
-        "precision/long_rows",
+    long_rows=row(
         "out is summed in float32 over long rows, many at once",
-        heads=1,
-        kv_heads=1,
-        q_length=70,
-        kv_length=4096,
+        (70, 4096),
+        heads=(1, 1),
         dtype=BFLOAT16,
         values=constant_columns,
         gradients=QKV,
+        quick=False,
     ),
-    AttentionCase(
-        "precision/sum_of_weights",
+    sum_of_weights=row(
         "weights are summed before they are rounded: a constant value comes out constant, and lse "
         "keeps its digits",
-        heads=8,
-        kv_heads=8,
-        q_length=4,
-        kv_length=1000,
+        (4, 1000),
+        heads=(8, 8),
         dtype=BFLOAT16,
         values=one_large_score,
-        quick=True,
     ),
-    AttentionCase(
-        "precision/sum_of_weights_long",
-        "the same for more rows",
-        heads=8,
-        kv_heads=8,
-        q_length=70,
-        kv_length=300,
-        dtype=FLOAT16,
-        values=one_large_score,
-        quick=True,
+    sum_of_weights_long=row(
+        "the same for more rows", (70, 300), heads=(8, 8), dtype=FLOAT16, values=one_large_score
     ),
-    AttentionCase(
-        "precision/delta",
+    delta=row(
         "backward subtracts the sum of dout * out of an out that was not rounded",
-        heads=1,
-        kv_heads=1,
-        q_length=64,
-        kv_length=3000,
+        (64, 3000),
+        heads=(1, 1),
         dtype=BFLOAT16,
         values=far_from_zero,
         gradients=QKV,
         rounded_delta=False,
-        quick=True,
     ),
-    AttentionCase(
-        "precision/float64",
-        "float64 is computed in float64",
-        q_length=4,
-        kv_length=4,
-        dtype=FLOAT64,
-        gradients=QKV,
-        dlse=True,
-        quick=True,
-    ),
-    AttentionCase(
-        "precision/float64_scale",
+    float64=row("float64 is computed in float64", (4, 4), dtype=FLOAT64, gradients=QKV, dlse=True),
+    float64_scale=row(
         "a scale that float32 can't hold is a float64 to float64 inputs",
-        q_length=4,
-        kv_length=4,
+        (4, 4),
         scale=0.3,
         dtype=FLOAT64,
         gradients=QKV,
         dlse=True,
-        quick=True,
     ),
+    float64_mods=row(
+        "mods of float64 scores are computed in float64",
+        (70, 90),
+        dtype=FLOAT64,
+        score_mod="squared_table",
+        mask_mod="causal",
+        gradients=ALL,
+        dlse=True,
+    ),
+)
+CASES.compare(
     *(
         AttentionCase(
             f"precision/scores_of_a_mod_{str(dtype).removeprefix('torch.')}",
@@ -259,21 +179,8 @@ comparisons(
             scale=0.25,  # a power of two: multiplying query by it rounds nothing
             values=four_times,
             rounded_inputs=False,
-            quick=True,
         )
         for dtype in (BFLOAT16, FLOAT16)
-    ),
-    AttentionCase(
-        "precision/float64_mods",
-        "mods of float64 scores are computed in float64",
-        q_length=70,
-        kv_length=90,
-        dtype=FLOAT64,
-        score_mod="squared_table",
-        mask_mod="causal",
-        gradients=ALL,
-        dlse=True,
-        quick=True,
     ),
     *(
         AttentionCase(
@@ -289,6 +196,7 @@ comparisons(
             mask_mod="causal_bottom_right",
             gradients=QKV,
             dlse=True,
+            quick=False,
         )
         for dtype in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
         for kv_length, head_dim in ((64, 256), (1024, 64), (2048, 128))

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from anyflex.registry import backend_table
+from anyflex.testing import child_process
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case_types import Case, behaviour, comparisons
+from anyflex.testing.case_types import Group, row
 from anyflex.testing.checking import compare, plain
-from anyflex.testing.child_process import forked, forks_autograd, fresh, why_no_fork, why_not_fresh
+from anyflex.testing.child_process import forked, forks_autograd, needs_fork
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.guarded_tensors import same_bytes
 from anyflex.testing.inspector import inspected
@@ -24,7 +25,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _THREADS = 8
 _ROUNDS = 6
@@ -52,13 +53,9 @@ def _run_threads(session: Session, work: Callable[[int], None]) -> None:
     session.require(not any(thread.is_alive() for thread in threads), "a thread hangs")
 
 
-@behaviour(
-    CASES,
-    "processes/threads",
-    f"{_THREADS} threads that compute at once give the bits of one after the other",
-    quick=True,
-)
-def _threads(session: Session) -> str | None:
+@CASES.behaviour()
+def threads(session: Session) -> None:
+    """Threads that compute at once give the bits of one after the other."""
     cases = [
         # Two lengths: scratch memory may be shared by size.
         plain(session, "threads", seed=seed, q_length=256 + 32 * (seed % 2), kv_length=300)
@@ -89,16 +86,11 @@ def _threads(session: Session) -> str | None:
     with session.unwatched():
         _run_threads(session, work)
     session.require(not wrong, "; ".join(dict.fromkeys(wrong)))
-    return None
 
 
-@behaviour(
-    CASES,
-    "processes/compiling_threads",
-    f"{_THREADS} threads that compile different kernels at once get what each asked for",
-    quick=True,
-)
-def _compiling_threads(session: Session) -> str | None:
+@CASES.behaviour()
+def compiling_threads(session: Session) -> None:
+    """Threads that compile different kernels at once get what each asked for."""
     modded = {"score_graph", "captured"} <= session.backend.capabilities.known_fields
     mods = ("softcap", "alibi_abs", "clamped", "sq_relu", "alibi_learned", "piecewise", None, None)
     cases = [
@@ -129,82 +121,49 @@ def _compiling_threads(session: Session) -> str | None:
         right = by_oracle(cases[index], inputs[index])
         lines = mismatches(result, right, cases[index], inputs[index])
         session.require(not lines, f"thread {index}: {'; '.join(lines)}")
-    return None
 
 
-@behaviour(
-    CASES,
-    "processes/many_threads_in_one_call",
-    "a call of a larger size is right where torch's operations have several threads",
-    quick=True,
-)
-def _many_threads(session: Session) -> str | None:
+@CASES.behaviour()
+def many_threads_in_one_call(session: Session) -> None:
+    """A call of a larger size is right where torch's operations have several threads."""
     torch.set_num_threads(max(4, session.threads))
     try:
         case = plain(session, "many_threads", batch=2, q_length=300, kv_length=280)
         compare(session, case)
     finally:
         torch.set_num_threads(1)
-    return None
 
 
-@behaviour(
-    CASES,
-    "processes/fork",
-    "a forked child of a process that has called can call",
-    quick=True,
-)
-def _fork(session: Session) -> str | None:
-    reason = why_no_fork(session.device)
-    if reason is not None:
-        return reason
+@CASES.behaviour()
+def fork(session: Session) -> None:
+    """A forked child of a process that has called can call."""
+    needs_fork(session)
     case = plain(session, "fork", q_length=80, kv_length=70)
     compare(session, case)
     if not forks_autograd():
         case = dataclasses.replace(case, gradients=frozenset())
     failure = forked(lambda: compare(session, case))
     session.require(failure is None, f"{failure}")
-    return None
 
 
-comparisons(
-    CASES,
-    AttentionCase(
-        "processes/plain",
+CASES.compare_rows(
+    "processes",
+    {},
+    plain=row(
         "what a fresh process computes",
-        q_length=70,
-        kv_length=80,
-        head_dim=16,
-        value_head_dim=16,
+        (70, 80),
         aux=frozenset(),
         score_mod="softcap",
         mask_mod="causal",
-        quick=True,
     ),
-    AttentionCase(
-        "processes/bare",
-        "what a fresh process computes, without mods and mask",
-        q_length=70,
-        kv_length=80,
-        head_dim=16,
-        value_head_dim=16,
-        aux=frozenset(),
-        quick=True,
-    ),
+    bare=row("what a fresh process computes, without mods and mask", (70, 80), aux=frozenset()),
 )
 
 
-@behaviour(
-    CASES,
-    "processes/fresh",
-    "a fresh process computes the same, with artifacts that were kept and without, and the "
-    "fingerprint that tells whose they are is the same there",
-    quick=True,
-)
-def _fresh(session: Session) -> str | None:
-    reason = why_not_fresh(session)
-    if reason is not None:
-        return reason
+@CASES.behaviour()
+def fresh(session: Session) -> None:
+    """A fresh process computes the same, with artifacts that were kept and without, and the
+    fingerprint that tells whose they are is the same there."""
     can = session.backend.capabilities
     name = "processes/bare"
     if {"score_graph", "mask_graph", "mask_kind"} <= can.known_fields:
@@ -223,7 +182,7 @@ def _fresh(session: Session) -> str | None:
         f"compile() keeps artifacts ({', '.join(kept.stored)}) and fingerprint() is empty: those "
         "of another toolchain, driver or device would be taken for its own",
     )
-    told = fresh(
+    told = child_process.fresh(
         session,
         "compute",
         case=name,
@@ -238,20 +197,12 @@ def _fresh(session: Session) -> str | None:
             outcome["status"] == "passed",
             f"a fresh process {what} kept artifacts: {outcome['status']}: {outcome['detail']}",
         )
-    return None
 
 
-@behaviour(
-    CASES,
-    "processes/probe",
-    "importing and probing the backend loads no compiler, starts no program and no device",
-    quick=True,
-)
-def _probe(session: Session) -> str | None:
-    reason = why_not_fresh(session)
-    if reason is not None:
-        return reason
-    told = fresh(session, "probe")
+@CASES.behaviour()
+def probe(session: Session) -> None:
+    """Importing and probing the backend loads no compiler, starts no program and no device."""
+    told = child_process.fresh(session, "probe")
     loaded = {*told["modules"], *(module.partition(".")[0] for module in told["modules"])}
     heavy = sorted(loaded & _HEAVY)
     session.require(not heavy, f"importing and probing loads {', '.join(heavy)}")
@@ -268,4 +219,3 @@ def _probe(session: Session) -> str | None:
     session.require(
         not told["started"], f"importing or probing starts {', '.join(told['started'])}"
     )
-    return None

@@ -11,13 +11,13 @@ import torch
 import anyflex
 from anyflex.errors import BackendRefused
 from anyflex.plugin import CapturedFacts, Rejected, Spec
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, plain
-from anyflex.testing.session import Session
+from anyflex.testing.session import NotApplicable, Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _RESERVED: tuple[dict[str, Any], ...] = (
@@ -88,14 +88,10 @@ def _undeclared(session: Session) -> Iterator[tuple[str, Spec]]:
             yield f"captured {dtype}", other(captured=(facts,))
 
 
-@behaviour(
-    CASES,
-    "refusals/reserved",
-    "a spec field that the backend doesn't know must have its default: else supports() refuses "
-    "with a reason, and doesn't raise",
-    quick=True,
-)
-def _reserved(session: Session) -> str | None:
+@CASES.behaviour()
+def reserved(session: Session) -> None:
+    """A spec field that the backend doesn't know must have its default: else supports() refuses
+    with a reason, and doesn't raise."""
     known = session.backend.capabilities.known_fields
     spec = _plainest(session)
     for changes in (*_RESERVED, {"opaque": True}):
@@ -104,32 +100,22 @@ def _reserved(session: Session) -> str | None:
             isinstance(decision, Rejected) or changes.keys() <= known,
             f"supports() accepts {changes}, which is no known field of the backend",
         )
-    return None
 
 
-@behaviour(
-    CASES,
-    "refusals/undeclared",
-    "each spec one step outside of the declaration is refused with a reason",
-    quick=True,
-)
-def _one_step(session: Session) -> str | None:
+@CASES.behaviour()
+def undeclared(session: Session) -> None:
+    """Each spec one step outside of the declaration is refused with a reason."""
     for what, spec in _undeclared(session):
         decision = session.ask(spec)
         session.require(
             isinstance(decision, Rejected),
             f"supports() accepts {what}, which the capabilities don't declare: {decision}",
         )
-    return None
 
 
-@behaviour(
-    CASES,
-    "refusals/asked_again",
-    "supports() gives the same answer whenever it is asked, and whatever came between",
-    quick=True,
-)
-def _asked_again(session: Session) -> str | None:
+@CASES.behaviour()
+def asked_again(session: Session) -> None:
+    """Supports() gives the same answer whenever it is asked, and whatever came between."""
     specs = [_plainest(session), *(spec for _, spec in _undeclared(session))]
     first = [session.ask(spec) for spec in specs]
     for order in (reversed(range(len(specs))), range(len(specs))):
@@ -139,28 +125,19 @@ def _asked_again(session: Session) -> str | None:
                 again == first[index],
                 f"supports() answered {first[index]} and, asked later, {again}",
             )
-    return None
 
 
-@behaviour(
-    CASES,
-    "refusals/plainest",
-    "the plainest declared call is accepted",
-    quick=True,
-)
-def _plainest_accepted(session: Session) -> str | None:
+@CASES.behaviour()
+def plainest(session: Session) -> None:
+    """The plainest declared call is accepted."""
     decision = session.ask(_plainest(session))
     session.require(not isinstance(decision, Rejected), f"the plainest call: {decision}")
-    return None
 
 
-@behaviour(
-    CASES,
-    "refusals/forced_call",
-    "a forced call that isn't declared raises BackendRefused with the reason, and nothing runs",
-    quick=True,
-)
-def _forced_call(session: Session) -> str | None:
+@CASES.behaviour()
+def forced_call(session: Session) -> None:
+    """A forced call that isn't declared raises BackendRefused with the reason, and nothing
+    runs."""
     can = session.backend.capabilities
     case = plain(session, "forced_call", gradients=frozenset(), aux=frozenset(), batch=1)
     undeclared = [dtype for dtype in _FLOATS if dtype not in can.dtypes]
@@ -170,7 +147,7 @@ def _forced_call(session: Session) -> str | None:
         dim = can.head_dim_max + can.head_dim_multiple
         case = dataclasses.replace(case, head_dim=dim, value_head_dim=dim)
     else:
-        return "no call of a reasonable size is undeclared"
+        raise NotApplicable("no call of a reasonable size is undeclared")
     tensors: Mapping[str, Any] = case.draw(session.device).tensors
     session.journal.clear()
     try:
@@ -182,16 +159,11 @@ def _forced_call(session: Session) -> str | None:
         session.require(False, f"a call that isn't declared was accepted: {case.dtype}, "
                                f"head dim {case.head_dim}")  # fmt: skip
     session.require(not session.journal.launches, "the call was refused and a kernel ran")
-    return None
 
 
-@behaviour(
-    CASES,
-    "refusals/who_ran",
-    "a forced call is computed by the backend alone, forward and backward",
-    quick=True,
-)
-def _who_ran(session: Session) -> str | None:
+@CASES.behaviour()
+def who_ran(session: Session) -> None:
+    """A forced call is computed by the backend alone, forward and backward."""
     empty: dict[str, Any] = {}
     for changes in (empty, {"batch": 2, "q_length": 100, "kv_length": 70}):
         session.journal.clear()
@@ -204,4 +176,3 @@ def _who_ran(session: Session) -> str | None:
             bool(session.journal.backwards) or not own,
             "gradients are declared, and the backend's own backward did not run",
         )
-    return None

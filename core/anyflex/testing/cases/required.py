@@ -7,11 +7,11 @@ output except an lse with a gradient, more than 64 rows outside of decode.
 from __future__ import annotations
 
 from anyflex.testing.attention_case import LSE, QKV, AttentionCase
-from anyflex.testing.case_types import Case, comparisons
+from anyflex.testing.case_types import Group
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 NOTHING: frozenset[str] = frozenset()
 
 CALLS: dict[str, tuple[int, int, str | None, str | None]] = {
@@ -45,8 +45,7 @@ DECODED: dict[str, tuple[int, int, int, str | None, str | None]] = {
 """heads, kv_heads, kv_length, score mod and mask mod."""
 
 for _name, (_q_length, _kv_length, _score_mod, _mask_mod) in CALLS.items():
-    comparisons(
-        CASES,
+    CASES.compare(
         AttentionCase(
             f"forward/{_name}",
             f"forward of {_q_length} queries and {_kv_length} keys, {_name}",
@@ -57,7 +56,6 @@ for _name, (_q_length, _kv_length, _score_mod, _mask_mod) in CALLS.items():
             mask_mod=_mask_mod,
             block_size=(128, 128) if _q_length > 128 else (16, 16),
             aux=NOTHING,
-            quick=True,
             required=frozenset({"forward"}),
         ),
         *(
@@ -73,7 +71,6 @@ for _name, (_q_length, _kv_length, _score_mod, _mask_mod) in CALLS.items():
                 aux=LSE if dlse else NOTHING,
                 gradients=QKV | {"captured"},
                 dlse=dlse,
-                quick=True,
                 required=frozenset({"backward"}),
             )
             for dlse in (False, True)
@@ -81,8 +78,7 @@ for _name, (_q_length, _kv_length, _score_mod, _mask_mod) in CALLS.items():
     )
 
 for _name, (_heads, _kv_heads, _kv_length, _score_mod, _mask_mod) in DECODED.items():
-    comparisons(
-        CASES,
+    CASES.compare(
         AttentionCase(
             f"decode/{_name}",
             f"one query of {_heads} heads, {_kv_length} keys of {_kv_heads}, {_name}",
@@ -94,7 +90,6 @@ for _name, (_heads, _kv_heads, _kv_length, _score_mod, _mask_mod) in DECODED.ite
             score_mod=_score_mod,
             mask_mod=_mask_mod,
             aux=LSE,
-            quick=True,
             required=frozenset({"decode"}),
         ),
     )

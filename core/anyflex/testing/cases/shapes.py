@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case_types import Case, behaviour, comparisons
+from anyflex.testing.attention_case import ALL, QKV, AttentionCase, declared_head_dim
+from anyflex.testing.case_types import Group, row
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import ConformanceFailure, Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 _LARGEST_DIM = 2048
 """Largest head dim that is tried with a backend that declares any."""
 _UNEQUAL_DIMS = ((40, 72), (96, 128), (128, 40), (128, 96), (192, 128))
@@ -31,8 +31,44 @@ def low_scores(tensors: dict[str, Tensor]) -> None:
     tensors["key"].mul_(0.1).sub_(1.5)
 
 
-comparisons(
-    CASES,
+CASES.compare_rows(
+    "shapes",
+    {"gradients": QKV},
+    no_batch=row("a batch of 0 gives empty results", batch=0, mask_mod="causal", quick=False),
+    many_batches=row(
+        "batches past 65535, which the second dimension of a device's grid can't count, are there",
+        (1, 2),
+        heads=(1, 1),
+        batch=65537,
+    ),
+    keys_past_the_end=row(
+        "what lies past the last key counts for nothing",
+        (1, 17),
+        mask_mod="all_true",
+        values=low_scores,
+    ),
+    keys_past_the_end_long=row("the same for many rows and no mask", (80, 141), values=low_scores),
+    last_key=row("the last key counts", (1, 17), values=last_key_only),
+    last_key_long=row(
+        "the last key counts, in the last of several tiles", (70, 257), values=last_key_only
+    ),
+    full_block_at_the_end=row(
+        "a FULL block that is ragged ends with the keys",
+        (16, 17),
+        mask_mod="all_true",
+        values=low_scores,
+    ),
+    one_row_past_a_block=row("rows past the last are not written", (17, 16), mask_mod="all_true"),
+    smaller_value_dim=row("the default scale comes from E", (4, 4), head_dims=(16, 8)),
+    larger_value_dim=row(
+        "value and out have their own head dim",
+        (17, 17),
+        heads=(4, 2),
+        head_dims=(16, 24),
+        mask_mod="causal",
+    ),
+)
+CASES.compare(
     *(
         AttentionCase(
             f"shapes/length_{length}",
@@ -41,7 +77,6 @@ comparisons(
             kv_length=length,
             mask_mod="causal",
             gradients=QKV,
-            quick=True,
         )
         for length in range(1, 41)
     ),
@@ -74,17 +109,9 @@ comparisons(
             mask_mod=mask,
             gradients=QKV,
             dlse=True,
-            quick=True,
         )
         for q_length, kv_length in ((0, 5), (5, 0), (0, 0))
         for mask in (None, "causal")
-    ),
-    AttentionCase(
-        "shapes/no_batch",
-        "a batch of 0 gives empty results",
-        batch=0,
-        mask_mod="causal",
-        gradients=QKV,
     ),
     *(
         AttentionCase(
@@ -94,104 +121,13 @@ comparisons(
             q_length=q_length,
             mask_mod="prefix_batch",
             gradients=QKV,
-            quick=True,
         )
         for q_length in (1, 40)
-    ),
-    AttentionCase(
-        "shapes/many_batches",
-        "batches past 65535, which the second dimension of a device's grid can't count, are there",
-        batch=65537,
-        heads=1,
-        kv_heads=1,
-        q_length=1,
-        kv_length=2,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/keys_past_the_end",
-        "what lies past the last key counts for nothing",
-        q_length=1,
-        kv_length=17,
-        mask_mod="all_true",
-        values=low_scores,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/keys_past_the_end_long",
-        "the same for many rows and no mask",
-        q_length=80,
-        kv_length=141,
-        values=low_scores,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/last_key",
-        "the last key counts",
-        q_length=1,
-        kv_length=17,
-        values=last_key_only,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/last_key_long",
-        "the last key counts, in the last of several tiles",
-        q_length=70,
-        kv_length=257,
-        values=last_key_only,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/full_block_at_the_end",
-        "a FULL block that is ragged ends with the keys",
-        q_length=16,
-        kv_length=17,
-        mask_mod="all_true",
-        values=low_scores,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/one_row_past_a_block",
-        "rows past the last are not written",
-        q_length=17,
-        kv_length=16,
-        mask_mod="all_true",
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/smaller_value_dim",
-        "the default scale comes from E",
-        q_length=4,
-        kv_length=4,
-        head_dim=16,
-        value_head_dim=8,
-        gradients=QKV,
-        quick=True,
-    ),
-    AttentionCase(
-        "shapes/larger_value_dim",
-        "value and out have their own head dim",
-        heads=4,
-        q_length=17,
-        kv_length=17,
-        head_dim=16,
-        value_head_dim=24,
-        mask_mod="causal",
-        gradients=QKV,
-        quick=True,
     ),
 )
 
 # Grouped heads: sizes that are no power of two, and one KV head for all.
-comparisons(
-    CASES,
+CASES.compare(
     *(
         AttentionCase(
             f"shapes/gqa_{heads}_{kv_heads}",
@@ -203,7 +139,6 @@ comparisons(
             kv_length=kv_length,
             score_mod="alibi_learned",
             gradients=ALL,
-            quick=True,
         )
         for heads, kv_heads, q_length, kv_length in (
             (4, 2, 2, 2),
@@ -225,7 +160,6 @@ comparisons(
             kv_length=50,
             mask_mod=mask,
             gradients=QKV,
-            quick=True,
         )
         for name, shows, kv_heads, q_length, mask in (
             ("one_key_batch", "key and value of batch 1 serve every batch", 4, 70, None),
@@ -235,18 +169,12 @@ comparisons(
 )
 
 
-@behaviour(
-    CASES,
-    "shapes/head_dims",
-    "head dims at the ends of the declared range, next to them, and between",
-    quick=True,
-)
-def head_dims(session: Session) -> str | None:
-    """E and Ev at the ends; Ev between where it may differ."""
+@CASES.behaviour()
+def head_dims(session: Session) -> None:
+    """Head dims at the ends of the declared range, next to them, and between."""
     can = session.backend.capabilities
     step = can.head_dim_multiple
-    least = -(-max(can.head_dim_min, 1) // step) * step
-    most = min(can.head_dim_max, _LARGEST_DIM) // step * step
+    least, most = declared_head_dim(can, 1), declared_head_dim(can, _LARGEST_DIM)
     wanted = {
         least, least + step, most - step, most, 3 * step,
         40, 64, 72, 80, 96, 128, 160, 192, 256,
@@ -256,30 +184,21 @@ def head_dims(session: Session) -> str | None:
     if can.different_value_head_dim:
         pairs += [(least, most), (most, least), (dims[len(dims) // 2], dims[0])]
     _compare_dims(session, pairs)
-    return None
 
 
-@behaviour(
-    CASES,
-    "shapes/unequal_head_dims",
-    "E and Ev differ and both are large, and no step that suits one suits the other",
-    quick=True,
-)
-def unequal_head_dims(session: Session) -> str | None:
-    """Pairs of declared head dims, as the two of latent attention are."""
+@CASES.behaviour()
+def unequal_head_dims(session: Session) -> None:
+    """Head dims E and Ev differ, both are large, and no step that suits one suits the other."""
     can = session.backend.capabilities
-    if not can.different_value_head_dim:
-        return "the value's head dim must be the key's"
+    session.needs(can.different_value_head_dim, "the value's head dim must be the key's")
 
     def declared(dim: int) -> bool:
         fits = can.head_dim_min <= dim <= can.head_dim_max
         return fits and dim % can.head_dim_multiple == 0
 
     pairs = [pair for pair in _UNEQUAL_DIMS if all(map(declared, pair))]
-    if not pairs:
-        return "no two such head dims are declared"
+    session.needs(pairs, "no two such head dims are declared")
     _compare_dims(session, pairs)
-    return None
 
 
 def _compare_dims(session: Session, pairs: list[tuple[int, int]]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import anyflex
 from anyflex.errors import BackendRefused, ModIndexError
 from anyflex.testing.attention_case import AttentionCase, Drawn
-from anyflex.testing.case_types import Case, behaviour
+from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.comparison import Budgets, by_backend, by_oracle, mismatches
 from anyflex.testing.float32_precision import products_in
@@ -22,7 +22,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {}
+CASES = Group()
 
 _attention: Callable[..., Any] = anyflex.flex_attention
 _NO_GRADIENTS = "the gradients of query, key and value are not all declared"
@@ -50,15 +50,10 @@ def _check_gradients(
     session.require(not lines, "; ".join(lines))
 
 
-@behaviour(
-    CASES,
-    "state/interleaved",
-    "two forwards and then their backwards: a kernel keeps nothing of a call for its backward",
-    quick=True,
-)
-def _interleaved(session: Session) -> str | None:
-    if not _differentiable(session):
-        return _NO_GRADIENTS
+@CASES.behaviour()
+def interleaved(session: Session) -> None:
+    """Two forwards and then their backwards: a kernel keeps nothing of a call for its backward."""
+    session.needs(_differentiable(session), _NO_GRADIENTS)
     cases = [plain(session, "interleaved", seed=seed) for seed in range(2)]
     inputs = [case.draw(session.device) for case in cases]
     leaves = [_leaves(drawn) for drawn in inputs]
@@ -66,18 +61,12 @@ def _interleaved(session: Session) -> str | None:
     for index in range(2):
         grads = torch.autograd.grad(outs[index], leaves[index], inputs[index].weights["dout"])
         _check_gradients(session, cases[index], inputs[index], grads, 1.0)
-    return None
 
 
-@behaviour(
-    CASES,
-    "state/backward_twice",
-    "backward may run again for the same forward, and gives the same",
-    quick=True,
-)
-def _backward_twice(session: Session) -> str | None:
-    if not _differentiable(session):
-        return _NO_GRADIENTS
+@CASES.behaviour()
+def backward_twice(session: Session) -> None:
+    """Backward may run again for the same forward, and gives the same."""
+    session.needs(_differentiable(session), _NO_GRADIENTS)
     case = plain(session, "backward_twice")
     drawn = case.draw(session.device)
     leaves = _leaves(drawn)
@@ -85,18 +74,12 @@ def _backward_twice(session: Session) -> str | None:
     for _ in range(2):
         grads = torch.autograd.grad(out, leaves, drawn.weights["dout"], retain_graph=True)
         _check_gradients(session, case, drawn, grads, 1.0)
-    return None
 
 
-@behaviour(
-    CASES,
-    "state/dout_strides",
-    "the gradient that arrives at out may have any strides, 0 included",
-    quick=True,
-)
-def _dout_strides(session: Session) -> str | None:
-    if not _differentiable(session):
-        return _NO_GRADIENTS
+@CASES.behaviour()
+def dout_strides(session: Session) -> None:
+    """The gradient that arrives at out may have any strides, 0 included."""
+    session.needs(_differentiable(session), _NO_GRADIENTS)
     case = plain(session, "dout_strides", batch=2)
     drawn = case.draw(session.device)
     dout = drawn.weights["dout"]
@@ -109,35 +92,26 @@ def _dout_strides(session: Session) -> str | None:
     ):
         weights = {**drawn.weights, "dout": given}
         compare(session, case, dataclasses.replace(drawn, weights=weights))
-    return None
 
 
-@behaviour(
-    CASES,
-    "state/split_keys",
-    "lse and delta that come from outside, of a softmax over more keys, are used by backward",
-    quick=True,
-)
-def _split_keys(session: Session) -> str | None:
-    return _split(session, dlse=False)
+@CASES.behaviour()
+def split_keys(session: Session) -> None:
+    """Lse and delta that come from outside, of a softmax over more keys, are used by backward."""
+    _split(session, dlse=False)
 
 
-@behaviour(
-    CASES,
-    "state/split_keys_lse",
-    "the same where a gradient arrives at lse as well: delta from outside doesn't hold it",
-    quick=True,
-)
-def _split_keys_lse(session: Session) -> str | None:
+@CASES.behaviour()
+def split_keys_lse(session: Session) -> None:
+    """The same where a gradient arrives at lse as well: delta from outside doesn't hold it."""
     can = session.backend.capabilities
-    if not can.core_backward and "lse" not in can.gradients:
-        return "the gradient of lse is not declared"
-    return _split(session, dlse=True)
+    learns_lse = can.core_backward or "lse" in can.gradients
+    session.needs(learns_lse, "the gradient of lse is not declared")
+    _split(session, dlse=True)
 
 
-def _split(session: Session, *, dlse: bool) -> str | None:
-    if not _differentiable(session) or "lse" not in session.backend.capabilities.aux:
-        return f"{_NO_GRADIENTS}, or lse is not"
+def _split(session: Session, *, dlse: bool) -> None:
+    declared = _differentiable(session) and "lse" in session.backend.capabilities.aux
+    session.needs(declared, f"{_NO_GRADIENTS}, or lse is not")
     case = plain(session, "split_keys", kv_length=60, dlse=dlse)
     drawn = case.draw(session.device)
     query, key, value = (drawn.tensors[name] for name in ("query", "key", "value"))
@@ -171,16 +145,11 @@ def _split(session: Session, *, dlse: bool) -> str | None:
     )
     # Each part is rounded by itself, and so are the parts' outputs that lse and delta are made of.
     _check_gradients(session, case, drawn, joined, 4.0)
-    return None
 
 
-@behaviour(
-    CASES,
-    "state/modes",
-    "calls under torch.no_grad and torch.inference_mode compute the same",
-    quick=True,
-)
-def _modes(session: Session) -> str | None:
+@CASES.behaviour()
+def modes(session: Session) -> None:
+    """Calls under torch.no_grad and torch.inference_mode compute the same."""
     case = plain(session, "modes", gradients=frozenset())
     modes: tuple[Callable[[], Any], ...] = (torch.no_grad, torch.inference_mode)
     for mode in modes:
@@ -192,7 +161,6 @@ def _modes(session: Session) -> str | None:
                 return _attention(*made, **named)
 
         compare(session, case, attention=attention)
-    return None
 
 
 def _global_state() -> dict[str, Any]:
@@ -226,34 +194,23 @@ def _raised(by: float) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + by * s + by
 
 
-@behaviour(
-    CASES,
-    "state/matmul_precision",
-    "where torch asks for whole float32 products, a call gives them, whatever calls that might "
-    "round more have come before",
-    quick=True,
-)
-def _precision_of_products(session: Session) -> str | None:
-    # A mod that no other case has: the code compiled for it has seen no other precision.
+@CASES.behaviour()
+def matmul_precision(session: Session) -> None:
+    """Where torch asks for whole float32 products, a call gives them, whatever calls that might
+    round more have come before."""
     case = plain(session, "matmul_precision", score_mod="identity")
-    if case.dtype is not torch.float32:
-        return "float32 isn't declared"
+    session.needs(case.dtype is torch.float32, "float32 isn't declared")
     drawn = with_mod(case.draw(session.device), "score", case, _raised, 0.125)
     for rounded in (dataclasses.replace(case, products=p) for p in ("medium", "high")):
         with contextlib.suppress(BackendRefused):
             by_backend(rounded, drawn, session.name, session.device)
     compare(session, case, drawn)
-    return None
 
 
-@behaviour(
-    CASES,
-    "state/global_state",
-    "a call leaves random numbers, modes, threads, precisions and warning filters of the process "
-    "as they were",
-    quick=True,
-)
-def _leaves_state(session: Session) -> str | None:
+@CASES.behaviour()
+def global_state(session: Session) -> None:
+    """A call leaves random numbers, modes, threads, precisions and warning filters of the process
+    as they were."""
     case = plain(session, "global_state")
     drawn = case.draw(session.device)
     leaves = [t.requires_grad_(_differentiable(session)) for t in _leaves(drawn)]
@@ -266,23 +223,17 @@ def _leaves_state(session: Session) -> str | None:
             out.backward(drawn.weights["dout"])
         changed = [name for name, value in _global_state().items() if value != before[name]]
     session.require(not changed, f"a call changes {', '.join(changed)}")
-    return None
 
 
 def _too_far(table: Any) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + table[k]
 
 
-@behaviour(
-    CASES,
-    "state/index_error",
-    "a live pair that reads outside of a captured tensor raises ModIndexError on the CPU; a dead "
-    "one reads nothing and raises nothing",
-    quick=True,
-)
-def _index_error(session: Session) -> str | None:
-    if session.device_type != "cpu":
-        return "elsewhere it would have to wait for the device"
+@CASES.behaviour()
+def index_error(session: Session) -> None:
+    """A live pair that reads outside of a captured tensor raises ModIndexError on the CPU; a dead
+    one reads nothing and raises nothing."""
+    session.needs(session.device_type == "cpu", "elsewhere it would have to wait for the device")
     gradients = frozenset[str]()
     case = plain(session, "index_error", score_mod="identity", gradients=gradients)
     short = torch.randn(case.kv_length - 3, generator=torch.Generator().manual_seed(6))
@@ -296,7 +247,6 @@ def _index_error(session: Session) -> str | None:
     # The oracle reads live pairs only.
     masked = with_mod(drawn, "mask", case, _but_three, case.kv_length - 3)
     compare(session, case, masked)
-    return None
 
 
 def _but_three(end: int) -> Callable[..., Any]:
