@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,8 @@ from anyflex.contract.capabilities import Capabilities
 from anyflex.errors import AnyflexError, BackendRefused
 from anyflex.registry.doctor_report import traceback_lines
 from anyflex.registry.plugin_errors import first_line, plugin_code
+from anyflex.testing.attention_case import declared_head_dim
+from anyflex.testing.oracle import dense_attention, dense_mask
 
 __all__ = ["SelfTest", "self_test"]
 
@@ -69,16 +70,16 @@ def self_test(
     """
     dtype = _dtype(capabilities)
     short = str(dtype).removeprefix("torch.")
+    head_dim = declared_head_dim(capabilities, 64)
     limit = _LIMITS[dtype]
     problem = what = ""
     for mods, backward in ((True, True), (True, False), (False, True), (False, False)):
         what = ("forward and backward" if backward else "forward") + (
             "" if mods else ", without mods"
         )
-        case = _Case(name, dtype, _head_dim(capabilities), device_type, mods, backward)
         try:
             with plugin_code(name, distribution, "the self-test", may_refuse=True):
-                error = case.error()
+                error = _error(name, dtype, head_dim, device_type, mods, backward)
         except BackendRefused as refusal:
             problem = first_line(refusal)
         except AnyflexError as raised:
@@ -97,12 +98,6 @@ def _dtype(capabilities: Capabilities) -> torch.dtype:
     return torch.float32
 
 
-def _head_dim(capabilities: Capabilities) -> int:
-    step = capabilities.head_dim_multiple
-    least = -(-max(capabilities.head_dim_min, 1) // step) * step
-    return max(least, min(64, capabilities.head_dim_max) // step * step)
-
-
 def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
 
@@ -111,55 +106,39 @@ def _distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     return score - 0.125 * (h + 1) * (q_idx - kv_idx)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One call, and the formula that it is compared with."""
-
-    name: str
-    dtype: torch.dtype
-    head_dim: int
-    device_type: str
-    mods: bool
-    backward: bool
-
-    def error(self) -> float:
-        """Return the largest difference, relative to the largest right value."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (1, 2, _LENGTH, self.head_dim)
-        inputs = [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(4)]
-        exact = self._formula(
-            [x.double().requires_grad_(self.backward) for x in inputs[:3]], inputs[3]
+def _error(
+    name: str, dtype: torch.dtype, head_dim: int, device_type: str, mods: bool, backward: bool
+) -> float:
+    """Return the largest difference of one call from the formula, relative to the largest right
+    value."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2, _LENGTH, head_dim)
+    *inputs, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    score_mod = _distance if mods else None
+    exact = [x.double().requires_grad_(backward) for x in inputs]
+    live = dense_mask(_causal, *shape[:3], _LENGTH) if mods else None
+    query, key, value = exact
+    right = dense_attention(query, key, value, score_mod, live).out
+    wanted = _results(right, exact, dout.double())
+    on_device = [x.to(device_type).requires_grad_(backward) for x in inputs]
+    mask = None
+    if mods:
+        mask = anyflex.create_block_mask(
+            _causal, None, None, _LENGTH, _LENGTH, device=device_type, BLOCK_SIZE=_BLOCK
         )
-        on_device = [x.to(self.device_type).requires_grad_(self.backward) for x in inputs[:3]]
-        query, key, value = on_device
-        score_mod = _distance if self.mods else None
-        mask = None
-        if self.mods:
-            mask = anyflex.create_block_mask(
-                _causal, None, None, _LENGTH, _LENGTH, device=self.device_type, BLOCK_SIZE=_BLOCK
-            )
-        out = anyflex.flex_attention(query, key, value, score_mod, mask, backend=self.name)
-        assert isinstance(out, Tensor)
-        results = [out]
-        if self.backward:
-            results += torch.autograd.grad(out, on_device, inputs[3].to(self.device_type))
-        errors = [
-            (found.detach().cpu().double() - right).abs().max() / right.abs().max()
-            for found, right in zip(results, exact, strict=True)
-        ]
-        return float(torch.stack(errors).max())
+    query, key, value = on_device
+    out = anyflex.flex_attention(query, key, value, score_mod, mask, backend=name)
+    assert isinstance(out, Tensor)
+    found = _results(out, on_device, dout.to(device_type))
+    errors = [
+        (result.detach().cpu().double() - true).abs().max() / true.abs().max()
+        for result, true in zip(found, wanted, strict=True)
+    ]
+    return float(torch.stack(errors).max())
 
-    def _formula(self, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-        """Return out and, where the inputs need gradients, dq, dk, dv: softmax over a whole
-        matrix."""
-        query, key, value = inputs
-        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-        if self.mods:
-            index = torch.arange(_LENGTH)
-            distance = index[:, None] - index
-            slopes = 0.125 * torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None]
-            scores = (scores - slopes * distance).masked_fill(distance < 0, -math.inf)
-        out = scores.softmax(-1) @ value
-        if not query.requires_grad:
-            return [out]
-        return [out.detach(), *torch.autograd.grad(out, inputs, dout.double())]
+
+def _results(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    """Return out and, where the inputs need gradients, dq, dk, dv."""
+    if not out.requires_grad:
+        return [out]
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
