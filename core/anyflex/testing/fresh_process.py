@@ -53,7 +53,7 @@ def _compute(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from anyflex.testing.cases import every_case
-    from anyflex.testing.kept_artifacts import KeptArtifacts
+    from anyflex.testing.inspector import KeptArtifacts
     from anyflex.testing.runner import run_case
     from anyflex.testing.session import open_session
 

@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["Guarded", "poisoned_like", "raw_bytes", "same_bytes"]
+__all__ = ["Guarded", "raw_bytes", "same_bytes"]
 
 _GUARD_BYTES = 4096
 
@@ -86,11 +86,6 @@ class Guarded:
 
     def _elements(self, tensor: Tensor) -> Tensor:
         return raw_bytes(tensor).view(-1, len(self._pattern))
-
-
-def poisoned_like(like: Tensor) -> Tensor:
-    """Return a dense tensor like another, full of the pattern."""
-    return Guarded(like).tensor
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,7 +35,22 @@ from anyflex.plugin import (
 from anyflex.registry.registered_backend import saved_bytes_problem
 from anyflex.testing.guarded_tensors import Guarded, raw_bytes
 
-__all__ = ["Journal", "ask", "inspected", "promised_bytes"]
+__all__ = ["Journal", "KeptArtifacts", "ask", "inspected", "promised_bytes"]
+
+
+@dataclass
+class KeptArtifacts:
+    """Artifacts of one spec, kept in a dictionary."""
+
+    stored: dict[str, bytes] = field(default_factory=dict)
+
+    def get(self, name: str) -> bytes | None:
+        """See `anyflex.plugin.Artifacts`."""
+        return self.stored.get(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `anyflex.plugin.Artifacts`."""
+        self.stored[name] = bytes(data)
 
 
 @dataclass
@@ -78,13 +93,9 @@ class Journal:
     def clear(self) -> None:
         """Forget everything."""
         with self.lock:
-            self.violations.clear()
-            self.decisions.clear()
-            self.forwards.clear()
-            self.backwards.clear()
-            self.compiled.clear()
-            self.launches.clear()
-            self.workspaces.clear()
+            for held in vars(self).values():
+                if isinstance(held, list):
+                    held.clear()
 
 
 def inspected(backend: Backend, journal: Journal) -> type[Backend]:
@@ -206,8 +217,9 @@ class _InspectedKernel(Kernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         call = _moved(call, self._journal.index_offsets)
+        forward: Callable[..., object] = self._kernel.forward
         if not self._journal.watching:
-            self._ran(self._journal.forwards, self._kernel.forward(call, out))
+            self._ran(self._journal.forwards, forward(call, out))
             return
         watch = _Watch("forward", self._journal, call)
         given = Outputs(
@@ -218,22 +230,17 @@ class _InspectedKernel(Kernel):
                 out.saved, self.saved_outputs(call) if out.saved else (), strict=True)),
             self._workspace(watch, call, "forward", out.workspace),
         )  # fmt: skip
-        self._ran(self._journal.forwards, self._kernel.forward(call, given))
+        self._ran(self._journal.forwards, forward(call, given))
         watch.close()
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         call = _moved(call, self._journal.index_offsets)
+        backward: Callable[..., object] = self._kernel.backward
         if not self._journal.watching:
-            self._ran(
-                self._journal.backwards,
-                self._kernel.backward(call, saved, grad, grads),  # type: ignore[func-returns-value]
-            )
+            self._ran(self._journal.backwards, backward(call, saved, grad, grads))
             return
-        reads = {"out": saved.out, "lse": saved.lse, "dout": grad.dout}
-        if grad.dlse is not None:
-            reads["dlse"] = grad.dlse
-        if grad.delta is not None:
-            reads["delta"] = grad.delta
+        reads: dict[str, Tensor | None] = {"out": saved.out, "lse": saved.lse}
+        reads |= {"dout": grad.dout, "dlse": grad.dlse, "delta": grad.delta}
         reads |= {f"saved output {i}": tensor for i, tensor in enumerate(saved.extras)}
         watch = _Watch("backward", self._journal, call, reads)
         given = Grads(
@@ -246,10 +253,7 @@ class _InspectedKernel(Kernel):
             ),
             self._workspace(watch, call, "backward", grads.workspace),
         )
-        self._ran(
-            self._journal.backwards,
-            self._kernel.backward(call, saved, grad, given),  # type: ignore[func-returns-value]
-        )
+        self._ran(self._journal.backwards, backward(call, saved, grad, given))
         watch.close()
 
     def _ran(self, log: list[Spec], returned: object) -> None:
@@ -291,11 +295,12 @@ class _Watch:
         direction: str,
         journal: Journal,
         call: Call,
-        reads: Mapping[str, Tensor] | None = None,
+        reads: Mapping[str, Tensor | None] | None = None,
     ) -> None:
         self._direction = direction
         self._journal = journal
-        named = {"query": call.query, "key": call.key, "value": call.value, **(reads or {})}
+        named: dict[str, Tensor | None] = {"query": call.query, "key": call.key, **(reads or {})}
+        named["value"] = call.value
         named |= {f"captured tensor {i}": tensor for i, tensor in enumerate(call.captured)}
         if call.mask is not None:
             columns = call.mask.transposed()
@@ -303,7 +308,9 @@ class _Watch:
             named |= {"the transposed mask's offsets": columns.offsets}
             named |= {"the transposed mask's runs": columns.runs}
         self._before = {
-            name: (tensor, raw_bytes(tensor).clone()) for name, tensor in named.items()
+            name: (tensor, raw_bytes(tensor).clone())
+            for name, tensor in named.items()
+            if tensor is not None
         }
         self._outputs: list[tuple[str, Tensor, Guarded, bool]] = []
         self._scratch: list[tuple[str, Tensor, Guarded]] = []

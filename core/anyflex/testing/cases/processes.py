@@ -19,8 +19,7 @@ from anyflex.testing.checking import compare, plain
 from anyflex.testing.child_process import forked, forks_autograd, needs_fork
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.guarded_tensors import same_bytes
-from anyflex.testing.inspector import inspected
-from anyflex.testing.kept_artifacts import KeptArtifacts
+from anyflex.testing.inspector import KeptArtifacts, inspected
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
