@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from anyflex.plugin import Accepted, Call, Decision, Kernel, Outputs, Rejected
 from anyflex.testing import kit_worker
+from anyflex.testing.answering import MARK
 from tests.testing.backends import Dense, DenseKernel
 
 __all__ = [
@@ -127,7 +128,7 @@ class Exiting(Dense):
 class _ChattyKernel(DenseKernel):
     def forward(self, call: Call, out: Outputs) -> None:
         print("garbage", flush=True)
-        os.write(1, b'garbage\n{"outcome": {}}\n' + kit_worker.MARK + b"{}\n")
+        os.write(1, b'garbage\n{"outcome": {}}\n' + MARK + b"{}\n")
         assert not sys.stdin.read(), "a question was there to be taken"
         super().forward(call, out)
 

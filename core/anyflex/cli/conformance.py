@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from anyflex.testing.expected import read_expected
     from anyflex.testing.kit_pool import Pool
     from anyflex.testing.report import make_report
-    from anyflex.testing.runner import run_cases, timed_out
+    from anyflex.testing.runner import failed, hung, run_cases
     from anyflex.testing.selection import requirements, select
     from anyflex.testing.session import open_session
     from anyflex.testing.time_limit import limited
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
                 return next(run_cases(session, [case], require=require, expected=expected))
 
             def expire() -> None:
-                enter(timed_out(session, case, args.timeout, require=require))
+                enter(failed(session, case, hung(args.timeout), args.timeout, require=require))
                 report()
 
             return limited(case.name, attempt, args.timeout, expire)

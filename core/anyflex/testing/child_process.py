@@ -1,30 +1,33 @@
-"""Child processes: a fork of this one, and one that starts fresh."""
+"""Child processes: a fork of this one, and one that starts fresh: the parent's side."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from anyflex.tensors import stand_in
+from anyflex.testing.answering import MARK
 from anyflex.testing.session import ConformanceFailure, Session
 
 __all__ = [
     "FORK_SECONDS",
+    "FreshProcess",
     "forked",
     "forks_autograd",
     "fresh",
-    "killed_by",
     "needs_fork",
     "what_to_open",
     "why_not_fresh",
@@ -33,12 +36,16 @@ __all__ = [
 FORK_SECONDS = 30.0
 """Time limit in seconds: kernels compiled before the fork take moments, so a longer run hangs."""
 _SECONDS = 120
-_MARK = "anyflex-conformance-answer "
+_END_SECONDS = 10.0
+"""Time limit in seconds for the end of a process that was killed."""
 
+# The channel is taken away first, because an import may print.
 _START = (
-    "import json, sys; task = json.load(sys.stdin); sys.path[:] = task['path']; "
-    "from anyflex.testing.fresh_process import answer; "
-    f"text = json.dumps(answer(task)); print(); print({_MARK!r} + text)"
+    "import json, os, sys; channel = os.dup(0), os.dup(1); "
+    "os.dup2(os.open(os.devnull, os.O_RDONLY), 0); os.dup2(2, 1); "
+    "sys.path[:] = json.loads(sys.argv[1]); "
+    "from anyflex.testing.answering import main; "
+    "from anyflex.testing.{tasks} import TASKS; main(*channel, TASKS)"
 )
 
 
@@ -101,17 +108,92 @@ def _wait(pid: int, reading: int, deadline: float) -> str | None:
         told += part
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        return f"the forked child {killed_by(os.WTERMSIG(status))}"
+        return f"the forked child {_killed_by(os.WTERMSIG(status))}"
     return told.decode(errors="replace") or None
 
 
-def killed_by(number: int) -> str:
-    """Describe a signal in words."""
+def _killed_by(number: int) -> str:
     try:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:
         # Real-time signals have no names.
         return f"was killed by signal {number}"
+
+
+class FreshProcess:
+    """A process that starts Python anew and answers questions, see `anyflex.testing.answering`.
+
+    It has a session of its own: all processes that it starts are killed with it, and Ctrl-C goes
+    to the parent.
+
+    Args:
+        tasks: module of `anyflex.testing` with the tasks.
+    """
+
+    def __init__(self, tasks: str) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", _START.format(tasks=tasks), json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        # Held while its end is waited for: afterwards another process may have its number.
+        self._reaping = threading.Lock()
+
+    def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Return its answer, or None if it ends without one.
+
+        Args:
+            question: plain data.
+            seconds: after which it is killed; 0 for never.
+        """
+        questions, answers = self._child.stdin, self._child.stdout
+        assert questions is not None and answers is not None
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        if seconds:
+            timer.start()
+        try:
+            questions.write(json.dumps(question).encode() + b"\n")
+            questions.flush()
+            line = next((line for line in answers if line.startswith(MARK)), b"")
+        except OSError:
+            # It ended before it read: `end` has the reason.
+            return None
+        finally:
+            timer.cancel()
+        if not line.endswith(b"\n"):
+            return None
+        answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+        return answer
+
+    def kill(self) -> None:
+        """Kill it and the processes that it has started."""
+        with self._reaping:
+            if self._child.returncode is not None:
+                return
+            if not hasattr(os, "killpg"):
+                self._child.kill()
+                return
+            # macOS raises the second for a group without running processes.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """Kill it, and describe how it ended."""
+        self.kill()
+        with self._reaping:
+            try:
+                status = self._child.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                # It waits in the kernel, for example for a device, where no signal reaches it.
+                return "was killed and doesn't end"
+        for channel in (self._child.stdin, self._child.stdout):
+            # Closing writes what is left, which a process that has ended can't read.
+            with contextlib.suppress(OSError):
+                if channel is not None:
+                    channel.close()
+        return f"ended with exit status {status}" if status >= 0 else _killed_by(-status)
 
 
 def why_not_fresh(session: Session) -> str | None:
@@ -130,6 +212,7 @@ def what_to_open(session: Session) -> dict[str, Any]:
         "target": session.target,
         "installed": session.installed,
         "posed": stand_in.posed_in_force(),
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -142,27 +225,14 @@ def fresh(session: Session, task: str, **details: Any) -> dict[str, Any]:
     """
     reason = why_not_fresh(session)
     session.needs(reason is None, str(reason))
-    request = {
-        "path": sys.path,
-        "task": task,
-        "threads": torch.get_num_threads(),
-        **what_to_open(session),
-        **details,
-    }
+    process = FreshProcess("fresh_process")
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _START],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
+        answer = process.ask({"task": task, **what_to_open(session), **details}, _SECONDS)
+    finally:
+        how = process.end()
+    if answer is None:
+        raise ConformanceFailure(
+            f"a fresh process {how}, without an answer within {_SECONDS} s: what it said is on "
+            "stderr"
         )
-    except subprocess.TimeoutExpired as error:
-        raise ConformanceFailure(f"a fresh process hung ({_SECONDS} s)") from error
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith(_MARK):
-            answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            return answer
-    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    raise ConformanceFailure(f"a fresh process ended with {done.returncode}: {last[0]}")
+    return answer

@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["answer", "posed", "registered"]
+from anyflex.testing.answering import Task
 
-
-def answer(task: dict[str, Any]) -> dict[str, Any]:
-    """Carry a task of `anyflex.testing.child_process.fresh` out."""
-    return _TASKS[task["task"]](task)
+__all__ = ["TASKS", "posed", "registered"]
 
 
 def _probe(task: dict[str, Any]) -> dict[str, Any]:
@@ -110,4 +107,4 @@ def posed(task: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-_TASKS = {"probe": _probe, "compute": _compute}
+TASKS: dict[str, Task] = {"probe": _probe, "compute": _compute}

@@ -15,7 +15,7 @@ from anyflex.testing.case_types import Case
 from anyflex.testing.checking import compare
 from anyflex.testing.session import ConformanceFailure, NotApplicable, Session
 
-__all__ = ["Outcome", "died", "run_case", "run_cases", "timed_out"]
+__all__ = ["Outcome", "failed", "hung", "run_case", "run_cases"]
 
 Status = Literal["passed", "refused", "skipped", "failed", "expected", "unexpected"]
 
@@ -119,54 +119,33 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
     return Outcome(case.name, case.shows, status, detail, seconds, command, ran)
 
 
-def timed_out(
+def failed(
     session: Session,
     case: Case,
+    detail: str,
     seconds: float,
     *,
     require: frozenset[str] = frozenset(),
-    then: str = "the run with it",
 ) -> Outcome:
-    """Return the outcome of a case that has not ended within the time limit.
+    """Return the outcome of a case that hung or ended its own process.
 
     No file of expected failures makes it good: in one process the cases behind it are not run.
 
     Args:
-        session: with the backend under inspection.
-        case: what hung.
-        seconds: the limit.
-        require: as for `run_cases`.
-        then: the consequence, for the message.
+        session, require: as for `run_cases`.
+        detail: what happened.
+        seconds: how long it took.
     """
-    detail = (
-        f"it has not ended within {seconds:g} s (--timeout), and {then}: where it hangs "
-        "is on stderr"
-    )
     command = _command(session, case, require)
     return Outcome(case.name, case.shows, "failed", detail, seconds, command)
 
 
-def died(
-    session: Session,
-    case: Case,
-    how: str,
-    seconds: float,
-    *,
-    require: frozenset[str] = frozenset(),
-) -> Outcome:
-    """Return the outcome of a case that ended its own process.
-
-    As for a hang, no file of expected failures makes it good.
-
-    Args:
-        session: with the backend under inspection.
-        case: the case that ran.
-        how: how the process ended: ``"was killed by SIGSEGV"``.
-        seconds: how long it took.
-        require: as for `run_cases`.
-    """
-    command = _command(session, case, require)
-    return Outcome(case.name, case.shows, "failed", f"its process {how}", seconds, command)
+def hung(seconds: float, then: str = "the run with it") -> str:
+    """Describe a case that has not ended within the limit, and what ended then."""
+    return (
+        f"it has not ended within {seconds:g} s (--timeout), and {then}: where it hangs is on "
+        "stderr"
+    )
 
 
 def _command(session: Session, case: Case, require: frozenset[str]) -> str:

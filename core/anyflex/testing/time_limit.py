@@ -8,6 +8,7 @@ the process with the same status.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["GRACE", "ended_after", "limited"]
+__all__ = ["GRACE", "limited"]
 
 T = TypeVar("T")
 
@@ -25,60 +26,42 @@ _STATUS = 1
 """Exit status of faulthandler, and of a case that failed."""
 
 
-def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[[], None]) -> T:
-    """Return the result of `work`, or end the process with status 1 after `seconds`.
-
-    Args:
-        name: appears as a function's name in the tracebacks that are written to stderr then.
-        work: the function that may hang.
-        seconds: 0 for no limit.
-        expired: is called in another thread before the process ends.
-    """
-    if not seconds:
-        return work()
-
-    call = _named(name, work)
-    timer = threading.Timer(seconds, _end, (expired,))
-    timer.daemon = True
-    stderr = sys.__stderr__
-    if stderr is not None:
-        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=stderr)
-    timer.start()
-    try:
-        return call()
-    finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-
-def ended_after(name: str, work: Callable[[], T], seconds: float) -> T:
+def limited(
+    name: str,
+    work: Callable[[], T],
+    seconds: float,
+    expired: Callable[[], None] | None = None,
+) -> T:
     """Return the result of `work`, or end the process after `seconds`, with status 1 and its
-    tracebacks on stderr. For a process that another one watches and tells of.
+    tracebacks on stderr.
 
     Args:
-        name: appears in the tracebacks, as a function's name.
+        name: appears as a function's name in the tracebacks.
         work: the function that may hang.
         seconds: 0 for no limit.
+        expired: is called in another thread before the process ends; None where another process
+            watches this one and tells of it.
     """
     if not seconds:
         return work()
-    call = _named(name, work)
-    stderr = sys.__stderr__
-    if stderr is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
-    try:
-        return call()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
-
-def _named(name: str, work: Callable[[], T]) -> Callable[[], T]:
     def call() -> T:
         return work()
 
     # Where Python can't run any more, this line names the case.
     call.__code__ = call.__code__.replace(co_name=name)
-    return call
+    stderr = sys.__stderr__
+    if stderr is not None:
+        grace = 0.0 if expired is None else GRACE
+        faulthandler.dump_traceback_later(seconds + grace, exit=True, file=stderr)
+    with contextlib.ExitStack() as stack:
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        if expired is not None:
+            timer = threading.Timer(seconds, _end, (expired,))
+            timer.daemon = True
+            timer.start()
+            stack.callback(timer.cancel)
+        return call()
 
 
 def _end(expired: Callable[[], None]) -> None:
