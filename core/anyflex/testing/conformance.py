@@ -56,7 +56,7 @@ class Conformance:
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """One test a case, with the case's name as its id."""
         if "conformance_case" in metafunc.fixturenames:
-            chosen = select(every_case(), quick=self.quick, globs=self._patterns())
+            chosen = select(every_case(), quick=self.quick, globs=_listed(self.cases))
             metafunc.parametrize("conformance_case", [case.name for case in chosen])
 
     @classmethod
@@ -69,7 +69,7 @@ class Conformance:
                 f"{cls.__qualname__}: set the attribute backend to the backend's name, for "
                 "example 'cpu.mine'"
             )
-        requirements(cls._required())
+        requirements(_listed(cls.require))
         cls._stack = ExitStack()
         try:
             cls._session = cls._stack.enter_context(
@@ -104,15 +104,11 @@ class Conformance:
         (outcome,) = run_cases(
             self._session,
             [cases[name]],
-            require=requirements(self._required()),
+            require=requirements(_listed(self.require)),
             expected=expected,
         )
         return outcome
 
-    @classmethod
-    def _required(cls) -> list[str]:
-        return [cls.require] if isinstance(cls.require, str) else list(cls.require)
 
-    @classmethod
-    def _patterns(cls) -> list[str]:
-        return [cls.cases] if isinstance(cls.cases, str) else list(cls.cases)
+def _listed(words: Collection[str]) -> list[str]:
+    return [words] if isinstance(words, str) else list(words)
