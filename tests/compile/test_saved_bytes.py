@@ -325,7 +325,7 @@ def test_nothing_is_promised_for_a_device_that_is_not_here(
         raise answer("No CUDA GPUs are available")
 
     monkeypatch.setattr("anyflex.tensors.tensor_facts.architecture", absent)
-    assert saved_bytes(torch.device("cuda"), torch.float16, None, None) == NOTHING
+    assert saved_bytes(torch.device("cuda"), torch.float16, None) == NOTHING
 
 
 def test_bytes_that_nothing_is_left_in_are_zero(

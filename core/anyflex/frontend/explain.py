@@ -140,7 +140,6 @@ def explain(
         names_in_force(backend),
         backend,
         call.options,
-        posed=inputs.request.posed is not None,
     )
     try:
         variant = described(plan_for(inputs).compiled, inputs.call)

@@ -74,7 +74,7 @@ def op_arguments(
     posed = posed_as(query.device)
     saved = NOTHING
     if needs_backward and not every_gradient:  # else no forward of this call runs
-        saved = saved_bytes(query.device, query.dtype, backend, posed)
+        saved = saved_bytes(query.device, query.dtype, backend)
     request = Request(
         score.text,
         mask.text,

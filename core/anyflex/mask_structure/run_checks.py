@@ -15,7 +15,7 @@ from torch import Tensor
 from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.runs import FULL, PARTIAL, block_count
 from anyflex.tensors.dynamo_errors import fail
-from anyflex.tensors.stand_in import posed_in_force
+from anyflex.tensors.stand_in import stands_in_for
 from anyflex.tensors.storage_checks import PLAIN
 from anyflex.tensors.symbolic_numbers import fixed
 from anyflex.tensors.torch_versions import dispatch_modes, is_wrapped
@@ -85,8 +85,7 @@ def checked_grid_size(value: Any) -> tuple[int, int]:
 
 def checked_device(value: Any) -> torch.device:
     """Return the device that `value` names."""
-    posed = posed_in_force()
-    if posed is not None and str(value).partition(":")[0] == posed[0]:
+    if stands_in_for(str(value).partition(":")[0]):
         return torch.device("cpu")
     try:
         device = torch.device(value)

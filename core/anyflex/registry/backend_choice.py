@@ -14,6 +14,7 @@ from anyflex.registry.backend_table import REFERENCE, Table, current
 from anyflex.registry.forced_backends import check_names, source_of
 from anyflex.registry.freeze_options import KernelOptions
 from anyflex.registry.registered_backend import Entry, State
+from anyflex.tensors.stand_in import stands_in_for
 
 __all__ = ["Answer", "Choice", "Selection", "TraceLine", "entry_line", "explain_selection"]
 
@@ -101,7 +102,6 @@ class Choice:
         candidates: in the order of asking. Where the choice is forced, the forced ones only.
         forced_by: the source that forces it, or "".
         trace: lines that are known before a backend is asked: forced names that aren't installed.
-        posed: CPU tensors stand in for the spec's device, so a probe's rejection is ignored.
     """
 
     def __init__(
@@ -110,11 +110,9 @@ class Choice:
         names: tuple[str, ...],
         explicit: str | None,
         given: KernelOptions,
-        posed: bool = False,
     ) -> None:
         self.spec = spec
         self.given = given
-        self.posed = posed
         self.table: Table = current()
         # Wrong values are reported now, not when a plugin breaks or is passed over.
         environment.strict()
@@ -187,9 +185,11 @@ class Choice:
 
     def _state(self, entry: Entry) -> State:
         state = entry.state()
-        if self.posed and state.kind == "rejected" and state.backend is not None:
-            return State("usable", backend=state.backend)
-        return state
+        present = state.kind != "rejected" or state.backend is None
+        if present or not stands_in_for(self.spec.device_type):
+            return state
+        # A probe doesn't find a device that CPU tensors stand in for.
+        return State("usable", backend=state.backend)
 
     def ask(self, entry: Entry) -> Answer:
         """Ask one candidate. Raises only for wrong ``kernel_options``."""
@@ -276,13 +276,11 @@ def explain_selection(
     names: tuple[str, ...],
     explicit: str | None,
     kernel_options: KernelOptions,
-    *,
-    posed: bool = False,
 ) -> Selection:
     """Return what would be chosen, and every candidate's answer, without compiling.
 
     Args:
-        spec, names, explicit, kernel_options, posed: as for
+        spec, names, explicit, kernel_options: as for
             `anyflex.runtime.kernel_cache.kernel_for`.
 
     Raises:
@@ -290,7 +288,7 @@ def explain_selection(
         Refusals, and forced backends that can't be used, don't raise: they are in the trace.
     """
     try:
-        choice = Choice(spec, names, explicit, kernel_options, posed)
+        choice = Choice(spec, names, explicit, kernel_options)
     except BackendRefused as error:
         lines = tuple(TraceLine(n, "", "refuses", r) for n, r in error.reasons.items())
         source = source_of(names, explicit)

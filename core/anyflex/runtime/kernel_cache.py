@@ -43,8 +43,6 @@ def kernel_for(
     names: tuple[str, ...],
     explicit: str | None,
     kernel_options: KernelOptions,
-    *,
-    posed: bool = False,
 ) -> CompiledKernel:
     """Return the kernel of the first candidate that takes the spec and can compile it.
 
@@ -53,8 +51,6 @@ def kernel_for(
         names: from `anyflex.registry.forced_backends.names_in_force`.
         explicit: the argument ``backend=``, or None.
         kernel_options: from `anyflex.registry.freeze_options.freeze_options`.
-        posed: CPU tensors stand in for the spec's device
-            (`anyflex.registry.backend_choice.Choice`).
 
     Raises:
         ArgumentError, ArgumentTypeError: an unknown backend name, or wrong ``kernel_options``.
@@ -62,7 +58,7 @@ def kernel_for(
         PluginError: the forced backend is broken.
         GraphCaptureError: the kernel would have to be compiled inside a graph capture.
     """
-    choice = Choice(spec, names, explicit, kernel_options, posed)
+    choice = Choice(spec, names, explicit, kernel_options)
     trace = list(choice.trace)
     for entry in choice.candidates:
         answer = choice.ask(entry)

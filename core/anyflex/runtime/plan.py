@@ -229,9 +229,7 @@ def _plan_of_class(
     if plan is None:
         spec = _spec(inputs, bound)
         request = inputs.request
-        compiled = kernel_for(
-            spec, names, request.backend, request.options, posed=request.posed is not None
-        )
+        compiled = kernel_for(spec, names, request.backend, request.options)
         text = write_request(request._replace(saved_bytes=NOTHING))
         plan = Plan(compiled, inputs.call.query.device, text)
         if len(_plans) >= PLANS:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from anyflex.contract.call import TensorSpec
-    from anyflex.tensors.stand_in import Posed
 
+from anyflex.tensors.stand_in import posed_as
 from anyflex.tensors.torch_versions import dynamo_constant
 
 __all__ = ["NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
@@ -32,9 +32,7 @@ _ALIGNMENT = 16
 
 # Compiled programs keep the result: a stale guess is harmless.
 @dynamo_constant
-def saved_bytes(
-    device: torch.device, dtype: torch.dtype, backend: str | None, posed: Posed | None
-) -> SavedBytes:
+def saved_bytes(device: torch.device, dtype: torch.dtype, backend: str | None) -> SavedBytes:
     """Ask the backend that takes a plain call how many bytes its kernels leave for backward.
 
     If another backend computes the call in the end, results are still right: bytes that don't fit
@@ -43,7 +41,6 @@ def saved_bytes(
     Args:
         device, dtype: of query.
         backend: the ``backend=`` argument, or None.
-        posed: what CPU tensors stand in for, or None.
     """
     from anyflex.contract.spec import Spec
     from anyflex.errors import AnyflexError, PluginError
@@ -53,7 +50,7 @@ def saved_bytes(
     from anyflex.tensors.tensor_facts import architecture, fp32_precision
 
     try:
-        device_type, arch = posed or (device.type, architecture(device))
+        device_type, arch = posed_as(device) or (device.type, architecture(device))
     except (RuntimeError, AssertionError):  # torch's errors for a device that isn't here
         return NOTHING  # fake tensors may be on one
     plain = Spec(
@@ -67,7 +64,7 @@ def saved_bytes(
         fp32_precision=fp32_precision(dtype, device_type),
     )
     try:
-        choice = Choice(plain, names_in_force(backend), backend, (), posed is not None)
+        choice = Choice(plain, names_in_force(backend), backend, ())
         answers = ((entry, choice.ask(entry)) for entry in choice.candidates)
         entry, answer = next((e, a) for e, a in answers if a.decision is not None)
     except (AnyflexError, torch.OutOfMemoryError, StopIteration):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Posed", "pose", "posed_as", "posed_in_force"]
+__all__ = ["Posed", "pose", "posed_as", "posed_in_force", "stands_in_for"]
 
 Posed = tuple[str, str]
 """Device that CPU tensors stand in for: its type and architecture."""
@@ -22,6 +22,11 @@ def posed_as(device: torch.device) -> Posed | None:
 def posed_in_force() -> Posed | None:
     """Return the device that CPU tensors stand in for, or None."""
     return current
+
+
+def stands_in_for(device_type: str) -> bool:
+    """Whether CPU tensors stand in for this type of device, which no probe finds then."""
+    return current is not None and current[0] == device_type
 
 
 def pose(posed: Posed | None) -> None:

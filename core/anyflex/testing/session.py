@@ -186,16 +186,15 @@ def _usable(entry: Entry) -> Backend:
     state = entry.state()
     if state.error is not None:
         raise state.error
-    posed = stand_in.posed_in_force()
     # A probe doesn't find a device that is only posed, so its rejection is ignored.
-    missing = state.kind == "rejected" and not (posed and posed[0] == entry.device_type)
-    if state.backend is None or state.kind not in ("usable", "rejected") or missing:
+    posed = stand_in.stands_in_for(entry.device_type)
+    usable = state.kind == "usable" or (state.kind == "rejected" and posed)
+    if state.backend is None or not usable:
         raise BackendRefused(f"backend {entry.name!r} can't be used here: {state.reason}")
     return state.backend
 
 
 def _device(entry: Entry) -> torch.device:
-    posed = stand_in.posed_in_force()
-    if entry.device_type == "*" or (posed and posed[0] == entry.device_type):
+    if entry.device_type == "*" or stand_in.stands_in_for(entry.device_type):
         return torch.device("cpu")
     return torch.device(entry.device_type)

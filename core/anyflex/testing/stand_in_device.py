@@ -31,10 +31,9 @@ class posing(ContextDecorator):
 
     The block holds for the whole process, so for threads that are started in it and for those
     that run already; a forked child inherits it, a spawned one doesn't. Blocks nest, the inner
-    one counts. Two threads may be in blocks of the same type at once, not of different ones. The
-    backward of a call that was made in the block belongs to the block, whenever it runs; so does
-    a program that is exported in it. ``torch.compile`` compiles anew for the block, and for the
-    code after it.
+    one counts. Two threads may be in blocks of the same type at once, not of different ones.
+    Backward of a call of the block, and a program that is exported in it, run in it too.
+    ``torch.compile`` compiles anew for the block, and for the code after it.
 
     Args:
         device_type: as torch names it, for example ``"xpu"``, or as it will: a type that torch
