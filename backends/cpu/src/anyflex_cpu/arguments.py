@@ -117,6 +117,9 @@ class Arguments:
         query, key, value = call.query, call.key, call.value
         batch, heads, length, _ = query.shape
         _, kv_heads, kv_length, _ = key.shape
+        # One batch that serves all has stride 0.
+        keys = (0, *key.stride()[1:]) if self.shared else key.stride()
+        values = (0, *value.stride()[1:]) if self.shared else value.stride()
         _pack_tensors(
             block.memory,
             0,
@@ -128,9 +131,12 @@ class Arguments:
             length,
             kv_length,
             *self.dims,
-            *tensor_values(query),
-            *self.keys(key),
-            *self.keys(value),
+            query.data_ptr(),
+            *query.stride(),
+            key.data_ptr(),
+            *keys,
+            value.data_ptr(),
+            *values,
             call.scale,
         )
         # Without mask and mods the values written when the block was made hold for every call.

@@ -112,20 +112,27 @@ class CpuKernel(Kernel):
         Raises:
             ModIndexError: a live pair reads outside of a captured tensor.
         """
-        block = self._block()
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = Block(self.arguments)
         threads = torch.get_num_threads()
         lse, max_scores = out.lse, out.max_scores
         (workspace,) = out.workspace
         self.arguments.write_problem(call, threads, block)
         while True:
+            begin = workspace.data_ptr()
+            address = (begin + _ALIGNMENT - 1) & -_ALIGNMENT
             _pack_forward(
                 block.memory,
                 _FORWARD_AT,
-                *tensor_values(out.out),
+                out.out.data_ptr(),
+                *out.out.stride(),
                 0 if lse is None else lse.data_ptr(),
                 0 if max_scores is None else max_scores.data_ptr(),
                 out.saved[0].data_ptr() if out.saved else 0,
-                *_aligned(workspace),
+                address,
+                begin + workspace.numel() - address,
             )
             status = self.library.forward(block.address, block.error_address)
             if status != _TOO_SMALL:
