@@ -20,6 +20,7 @@ OTHERWISE = {
     "anyflex/process/fork_safe_locks.py": "makes them",
     "anyflex/runtime/kernel_cache.py": "of running compiles, forgotten after a fork",
     "anyflex/testing/stand_in_device.py": "with the blocks that the lock guards",
+    "anyflex/testing/child_process.py": "of a child, which belongs to the process that started it",
     "anyflex/testing/kit_pool.py": "of a pool, which belongs to the process that made it",
     "anyflex_cpu/jit_engine.py": "taken before a fork, for llvmlite has one too",
 }

@@ -69,7 +69,7 @@ def context_is_left_in_another_thread(attend: Attend) -> None:
     raise raised[0]
 
 
-@wrong(158, BlockMaskError, "format", r"\b1\b", r"\b999\b")
+@wrong(158, BlockMaskError, "format", r"\b2\b", r"\b999\b")
 def pickle_of_another_format(attend: Attend) -> None:
     from anyflex.block_mask import mask_state
 
