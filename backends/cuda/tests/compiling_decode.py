@@ -27,7 +27,7 @@ from anyflex_cuda.decode_call import DecodeTiles, decode_program, decode_tiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
 from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.gluon_mods import gluon_source
-from anyflex_triton.building import Program, load_module, source_for, write_source
+from anyflex_triton.building import Mods, Program, load_module, source_for, write_source
 
 
 def decode_of(
@@ -39,10 +39,8 @@ def decode_of(
     functions = vars(
         load_module(source_for(gluon_source(source), within=within, coarse=True, sums="floats"))
     )
-    return decode_program(
-        made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"),
-        adds, 8, True, False, False,
-    )  # fmt: skip
+    mods = Mods.of(None, functions)
+    return decode_program(made, tiles, plan, mods, adds, 8, (True, False, False))
 
 
 def facts_of(

@@ -58,7 +58,8 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = functions_of(spec, source, even)
-    program = program_for(made, tiles, Mods.of(None, functions), even, True, False, rest)
+    mods, wanted = Mods.of(None, functions), (True, False, rest)
+    program = program_for(made, tiles, mods, even, wanted)
     found, told = compiled(program)
     loops = loops_of(sass_of(found))
     return {

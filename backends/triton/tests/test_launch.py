@@ -55,6 +55,9 @@ class Pretended:
             raise RuntimeError("no such instruction")
         self.compiled[device] = threading.current_thread()
 
+    def launcher(self, *given: object) -> None:
+        """Leave the launch to `launch`."""
+
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
         if device.type != "cpu" and not self.is_compiled(device.index):
             self.compile(device.index)
@@ -67,7 +70,7 @@ def pretended(*names: str, kept: int = 0) -> tuple[list[launch.Launch], list[str
     together = threading.Barrier(max(1, len(names) - kept))
     programs = [Pretended(name, notes, together, kept=i < kept) for i, name in enumerate(names)]
     launches = [
-        launch.Launch(cast(Program, program), 3 + i, {"x": i})
+        launch.Launch(cast(Program, program), 3 + i, launch.FixedArguments({}), {"x": i})
         for i, program in enumerate(programs)
     ]
     return launches, notes

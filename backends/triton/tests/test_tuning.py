@@ -466,7 +466,9 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
     sums = torch.full((3,), 7.0)
 
     def launch_with(config: Config) -> launch.Launch:
-        return launch.Launch(cast(Program, programs[config]), 1, {}, (sums,))
+        return launch.Launch(
+            cast(Program, programs[config]), 1, launch.FixedArguments({}), {}, (sums,)
+        )
 
     def clock(timed: Callable[[], None]) -> float:
         timed()

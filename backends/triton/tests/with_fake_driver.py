@@ -27,7 +27,7 @@ from anyflex.plugin import PerformanceWarning
 from anyflex_triton import nvidia_launch, triton_launch, warm_up
 from anyflex_triton import program as programs_module
 from anyflex_triton.arguments import Boxes
-from anyflex_triton.prepared_launch import FixedArguments
+from anyflex_triton.launch import FixedArguments
 from anyflex_triton.program import Options, Program
 
 GPU = torch.device("cuda", 1)
@@ -160,6 +160,7 @@ class Compiled:
     @property
     def run(self) -> Any:
         if self._run is None:
+            assert not hasattr(self, "module"), "it is loaded twice"
             self._run = programs_module.driver.active.launcher_cls(self.src, self.metadata)
         return self._run
 
@@ -251,7 +252,7 @@ def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_anothe
         each.launch(program, 3, GPU, values)
         seen.append(last())
         fake.forget()
-        program.launch(3, GPU, each.together(values))
+        launched_by_triton(program.launch, 3, each.together(values))
         assert last() == seen[-1]
     assert seen == [*seen[:2]] * 3 and seen[0] != seen[1]
 
@@ -261,12 +262,8 @@ def test_no_launcher_of_tritons_is_made_for_a_launch() -> None:
     fixed, values = given()
     for _ in range(3):
         fixed.launch(program, 1, GPU, values)
-        program.launch(1, GPU, fixed.together(values))
-    assert launches() == 6 and not made_by_triton
+    assert launches() == 3 and not made_by_triton
     assert programs_module.driver.active.launcher_cls is Launchers
-    # Reading `run` makes Triton's launcher.
-    assert program.compile(GPU.index).run.num_ctas == 1
-    assert len(made_by_triton) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,31 +290,25 @@ def test_who_listens_to_loading_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -
     assert told == [(None, None, *facts), ("module", function, *facts)]
 
 
-def test_calls_of_any_shape_give_all() -> None:
+def test_where_nothing_is_fixed_a_call_gives_all() -> None:
     types = {"out": "*fp32", "sizes": ("i64", "i32"), "count": "i32"}
     program = program_of(types, [8, 8, 4, 4, 8, 8], tensordesc_meta=[])
     for out in (torch.zeros(4), torch.zeros(4)):
-        program.launch(2, GPU, {"out": out, "sizes": (5, -6), "count": 7, "another's": None})
+        values = {"out": out, "sizes": (5, -6), "count": 7, "another's": None}
+        FixedArguments({}).launch(program, 2, GPU, values)
         expected = struct.pack("<QqiiQQ", out.data_ptr(), 5, -6, 7, 0, 0)
         assert last() == (2, 128, 1234, 71, expected)
     assert not made_by_triton
 
 
-def test_a_descriptor_that_is_none_is_refused() -> None:
+def test_a_descriptor_that_the_driver_refuses_raises() -> None:
     program = compiled()
-    fixed, values = given()
-    x = values["x"]
-    right = fixed.together(values)
-    program.launch(1, GPU, right)
-    for wrong, raised in (
-        (x, AttributeError), (Boxes(x, [4], [8, 1], []), ValueError),
-        (Boxes(x, [4, "8"], [8, 1], []), TypeError), (Boxes(x, [4, 8], 8, []), TypeError),
-        (Boxes(3, [4, 8], [8, 1], []), AttributeError),
-        (Boxes(x, [1 << 32, 8], [8, 1], []), OverflowError),
-    ):  # fmt: skip
-        with pytest.raises(raised):
-            program.launch(1, GPU, {**right, "x_desc": wrong})
-    assert launches() == 1
+    _, values = given()
+    for wrong in ([1 << 32, 8], [4, "8"], 8):
+        fixed = FixedArguments({**FIXED, "x_desc": (wrong, [8, 1], [1, 8])}, {"x_desc": "x"})
+        with pytest.raises((struct.error, TypeError)):
+            fixed.launch(program, 1, GPU, values)
+    assert launches() == 0
 
 
 def test_a_threads_first_launch_makes_its_context() -> None:
@@ -337,9 +328,8 @@ def test_a_thread_that_gets_no_context_raises(monkeypatch: pytest.MonkeyPatch) -
     fixed.launch(program, 1, GPU, values)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     fake.set_context(0)
-    for launch_it in (fixed.launch, lambda *given: given[0].launch(*given[1:])):
-        with pytest.raises(RuntimeError, match="context on cuda:1"):
-            launch_it(program, 1, GPU, fixed.together(values))
+    with pytest.raises(RuntimeError, match="context on cuda:1"):
+        fixed.launch(program, 1, GPU, values)
     assert launches() == 1
 
 
@@ -470,75 +460,16 @@ def test_parameters_of_other_sizes_are_noticed(place: int) -> None:
     sizes = list(SIZES)
     sizes[place] *= 2
     for wrong in (sizes, SIZES[:-1]):
+        fixed, values = given()
         with pytest.raises(RuntimeError, match="parameter"):
-            compiled(wrong)
-
-
-BOXES = (0, 0, 8, 10, 0, 4, (1,))
-"""Offset of a descriptor, and of its sizes and strides, on top of each other to save bytes."""
-BOX = Boxes(torch.zeros(4), [4], [1], [1])
-WRONG: list[tuple[Callable[[list[Any]], Any], type[Exception]]] = [
-    (lambda a: a.__setitem__(4, b""), ValueError),
-    (lambda a: a.__setitem__(4, bytes(1 << 16)), ValueError),
-    (lambda a: a.__setitem__(5, ()), ValueError),
-    (lambda a: a.__setitem__(5, ((0, 999999),)), ValueError),
-    (lambda a: a.__setitem__(5, ((-8, 8),)), ValueError),
-    (lambda a: a.__setitem__(5, ((0, 0),)), ValueError),
-    (lambda a: a.__setitem__(5, (("0", 8),)), TypeError),
-    (lambda a: a.__setitem__(5, (0,)), TypeError),
-    (lambda a: a.__setitem__(6, (3,)), TypeError),
-    (lambda a: a.__setitem__(6, ((BOXES, BOX, 3),)), TypeError),
-    (lambda a: a.__setitem__(6, ((3, BOX),)), TypeError),
-    (lambda a: a.__setitem__(6, ((BOXES, 3),)), AttributeError),
-    (lambda a: a.__setitem__(6, (((8, *BOXES[1:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (((128, *BOXES[1:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (((0, 126, *BOXES[2:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (((0, 0, -1, *BOXES[3:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (((*BOXES[:6], ()), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (((*BOXES[:6], (1,) * 6), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (((*BOXES[:6], ("1",)), BOX),)), TypeError),
-    (lambda a: a.__setitem__(6, (((*BOXES[:6], (1, 1)), BOX),)), ValueError),
-    (lambda a: a.__setitem__(7, (("x", -1, "D", 0),)), TypeError),
-    (lambda a: a.__setitem__(7, (("x", -1, "D", (8, *BOXES[1:])),)), ValueError),
-    (lambda a: a.__setitem__(7, (("x", -1, "P", "0"),)), TypeError),
-    (lambda a: a.__setitem__(7, (3,)), TypeError),
-    (lambda a: a.__setitem__(7, (("x", -1, "P"),)), TypeError),
-    (lambda a: a.__setitem__(7, (("x", -1, "P", 1 << 20),)), ValueError),
-    (lambda a: a.__setitem__(7, (("x", -1, "?", 0),)), ValueError),
-    (lambda a: a.__setitem__(7, ((3, -1, "P", 0),)), TypeError),
-    (lambda a: a.pop(), TypeError),
-]
-
-
-@pytest.mark.parametrize("place", range(len(WRONG)))
-def test_a_launch_that_cannot_be_is_not_made(place: int) -> None:
-    kernel = kernel_of([128])
-    right = [
-        ctypes.addressof(kernel),
-        128,
-        0,
-        False,
-        bytes(128),
-        ((0, 128),),
-        ((BOXES, BOX),),
-        (("x", -1, "A", 0),),
-    ]
-    make = nvidia_launch.launch_module().Launch
-    make(*right)
-    wrong, raised = WRONG[place]
-    arguments = list(right)
-    wrong(arguments)
-    with pytest.raises(raised):
-        make(*arguments)
-    with pytest.raises(TypeError):
-        make(*right, shared=3)
+            fixed.launch(compiled(wrong), 1, GPU, values)
 
 
 @pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, []), (-1, 2, {}), ("1", 2, {})])
 def test_a_launch_called_wrongly_raises(arguments: tuple[Any, ...]) -> None:
     kernel = kernel_of([8])
     made = nvidia_launch.launch_module().Launch(
-        ctypes.addressof(kernel), 128, 0, False, bytes(8), ((0, 8),), (), ()
+        ctypes.addressof(kernel), 128, 0, False, bytes(8), ((0, 8),), ()
     )
     with pytest.raises((TypeError, OverflowError)):
         made(*arguments)

@@ -9,14 +9,14 @@ separate kernel makes dQ (`wide_backward_call`), whose sums always repeat.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
-from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import (
     descriptor,
     descriptor_type,
@@ -28,16 +28,17 @@ from anyflex_cuda.kernel_arguments import TYPES
 from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_launches
 from anyflex_triton.building import (
     BYTES,
+    FixedArguments,
     FixedLaunch,
     Launch,
     Options,
     Program,
     Programs,
+    backward_sizes,
     backward_values,
     captured_additions,
     classes,
     expected_backward,
-    fixed_launches,
     key_head_group,
     layout_of,
     mask_rows,
@@ -46,6 +47,7 @@ from anyflex_triton.building import (
     pointer_type,
     row_values_launch,
     strides_of,
+    with_rows,
 )
 
 __all__ = [
@@ -138,8 +140,6 @@ def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
 _HANDED_OVER, _HANDED_OVER_WIDE = 512, 2688
 """Maximum `_handed_over`, in bytes, with steps of 128 query rows, and with tiles of 256
 columns."""
-_DESCRIBED = ("query", "key", "value", "dout", "dq", "dk", "dv")
-"""Tensors with descriptors; each has two where tiles have two parts."""
 
 
 def _handed_over(spec: Spec) -> int:
@@ -224,26 +224,42 @@ def hopper_launches(
     saved: Saved,
     grad: GradInputs,
     grads: Grads,
-    work: Work,
-) -> list[Launch]:
+) -> tuple[list[Launch], dict[str, Any]]:
     """Return the launches that fill grads.dk, grads.dv, and where `makes_dq` grads.dq and
-    grads.captured; `work.row_values` serves the portable pass over query rows too.
+    grads.captured, and their values, which serve the portable pass over query rows too.
 
     Args:
         grad: gradients whose dout `is_boxed`.
+        grads: with the tensors of `backward_workspace` first in its workspace.
     """
+    work = work_of(grads.workspace)
+    fixed = None
     layout = _layout_of_call(saved, grad, grads)
-    if layout is None or call.kept is None:
-        return _launches(portable, gluon, call, saved, grad, grads, work)
     # The True is safe: whether tiles end where the lengths do follows from the shapes.
     mods = gluon.mods_key(call, True), portable.mods_key(call, True)
-    key = ("anyflex_cuda.backward", *mods, *layout)
-    fixed = gluon.kept(call, key)
-    if fixed is not None:
-        return _launches_again(portable, call, saved, grad, grads, work, fixed)
-    launches = _launches(portable, gluon, call, saved, grad, grads, work)
-    gluon.keep(call, key, fixed_launches(launches))
-    return launches
+    key = ("anyflex_cuda.backward", *mods, layout)
+    if layout is not None:
+        fixed = gluon.kept(call, key)
+    if fixed is None:
+        fixed = _fixed_launches(portable, gluon, call, saved, grad, grads, work)
+        if layout is not None:
+            gluon.keep(call, key, fixed)
+    values = backward_values(portable, call, saved, grad, grads)
+    values.update(
+        odd_keys=work.odd_keys, odd_rows=or_else(work.odd_rows, work.odd_keys),
+        counter=work.counter, dq_sums=or_else(work.dq_sums, work.row_values),
+        totals=_totals(grads, work),
+    )  # fmt: skip
+    # The second launch makes dK and dV. Its kernel takes the transposed mask's rows under the
+    # names that other kernels have for the mask's rows.
+    key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
+    of_main = with_rows(values, key_rows)
+    values.update(
+        key_offsets=of_main["offsets"], key_ends=of_main["ends"], key_runs=of_main["runs"],
+        key_mask_strides=of_main["mask_strides"],
+    )  # fmt: skip
+    launches = [each.launch(of_main if i == 1 else values) for i, each in enumerate(fixed)]
+    return launches, values
 
 
 def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
@@ -262,35 +278,6 @@ def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[objec
     return tuple(found) if is_aligned(pointers) else None
 
 
-def _launches_again(
-    made: Programs,
-    call: Call,
-    saved: Saved,
-    grad: GradInputs,
-    grads: Grads,
-    work: Work,
-    fixed: Sequence[FixedLaunch],
-) -> list[Launch]:
-    """Return `hopper_launches`, made from an earlier call's `fixed_launches`."""
-    row_values, odd_keys, counter, dq_sums, odd_rows = work
-    values = backward_values(made, call, saved, grad, grads, row_values)
-    of_keys = made.common_values(
-        call, None if call.mask is None else mask_rows(call.mask.transposed())
-    )
-    values.update(
-        key_offsets=of_keys["offsets"], key_ends=of_keys["ends"], key_runs=of_keys["runs"],
-        key_mask_strides=of_keys["mask_strides"], odd_keys=odd_keys,
-        odd_rows=or_else(odd_rows, odd_keys), counter=counter,
-        dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
-    )  # fmt: skip
-    # Add descriptors of the tiles' second parts.
-    values.update({f"{name}_2": values[name] for name in _DESCRIBED})
-    # The second launch makes dK and dV. Its kernel takes the transposed mask's rows under the
-    # names that other kernels have for the mask's rows.
-    of_main = {**values, **of_keys}
-    return [each.launch(of_main if i == 1 else values) for i, each in enumerate(fixed)]
-
-
 def backward_programs(
     portable: Programs,
     gluon: GluonPrograms,
@@ -306,11 +293,12 @@ def backward_programs(
         workspace: from `backward_workspace`.
     """
     saved, grad, grads = expected_backward(portable.spec, call, out, workspace)
-    launches = _launches(portable, gluon, call, saved, grad, grads, work_of(grads.workspace))
+    work = work_of(grads.workspace)
+    launches = _fixed_launches(portable, gluon, call, saved, grad, grads, work)
     return [launch.program for launch in launches]
 
 
-def _launches(
+def _fixed_launches(
     portable: Programs,
     gluon: GluonPrograms,
     call: Call,
@@ -318,12 +306,11 @@ def _launches(
     grad: GradInputs,
     grads: Grads,
     work: Work,
-) -> list[Launch]:
-    """Return `hopper_launches`, made from all arguments."""
+) -> list[FixedLaunch]:
+    """Return the parts of `hopper_launches` that calls of the same shapes, strides and alignment
+    share."""
     if is_wide(gluon.spec):
-        main = wide_launches(
-            gluon, call, grad.dout, grads, work.row_values, work.odd_keys, work.odd_rows
-        )
+        main = wide_launches(gluon, call, grad.dout, grads, work.row_values, work.odd_rows)
     else:
         main = [_main(gluon, call, grad.dout, grads, work)]
     return [
@@ -342,27 +329,24 @@ def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
     return tuple(total for total in grads.captured if total is not None)
 
 
-def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work) -> Launch:
-    row_values, padded_length = work.row_values, work.row_values.shape[3]
+def _prepare(
+    made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work
+) -> FixedLaunch:
+    constants = {"WANT_DQ": work.dq_sums is not None, "D": padded(made.spec.head_dim)}
     return row_values_launch(
-        made, call, saved, grad, row_values, backward_rows.prepare_kernel, padded_length,
-        {"WANT_DQ": work.dq_sums is not None, "D": padded(made.spec.head_dim)},
-        {"dq_sums": or_else(work.dq_sums, row_values), "counter": work.counter,
-         "padded_length": padded_length},
-        TYPES, {"dq_sums": BYTES},
+        made, call, saved, grad, work.row_values, backward_rows.prepare_kernel,
+        work.row_values.shape[3], constants, TYPES, {"dq_sums": BYTES},
     )  # fmt: skip
 
 
-def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work) -> Launch:
+def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work) -> FixedLaunch:
     spec = made.spec
     dk, dv = grads.dk, grads.dv
     assert dk is not None and dv is not None
-    rows = None if call.mask is None else mask_rows(call.mask.transposed())
-    blocks = (_KEYS, _KEYS) if rows is None else rows.block_size
+    blocks = (_KEYS, _KEYS) if call.mask is None else call.mask.block_size
     block_m = _rows_of_step(spec)
-    batch, heads, length = call.query.shape[:3]
-    kv_batch, kv_heads, keys = call.key.shape[:3]
-    units = kv_batch * kv_heads
+    length, keys = call.query.shape[2], call.key.shape[2]
+    units = call.key.shape[0] * call.key.shape[1]
     tiles = -(-keys // _KEYS)
     ragged = bool(keys % _KEYS or length % block_m)
     mods = made.mods(call, not ragged)
@@ -371,150 +355,104 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     width, value_width = padded(spec.head_dim), padded(spec.value_head_dim)
     want_dq = work.dq_sums is not None
     totals = _totals(grads, work)
-    queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
-    of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
-    sums = (1, 128, 32)
-    key = ("hopper backward", DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
-    program = made.existing.get(key)
-    if program is None:
-        dtype = spec.dtype
-        program = made.program(
-            key,
-            hopper_backward.backward_kernel,
-            {
-                "SCORE_MOD": mods.score_mod,
-                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
-                "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
-                "MASK_MOD": mods.mask_mod,
-                "Q_BLOCK": blocks[1],
-                "KV_BLOCK": blocks[0],
-                "RAGGED": ragged,
-                "WANT_DQ": want_dq,
-                "BLOCK_M": block_m,
-                "D": width,
-                "DV": value_width,
-                "DYNAMIC": DYNAMIC,
-            },
-            Options(4, 1),
-            types={
-                "query": descriptor_type(dtype, queries),
-                "dout": descriptor_type(dtype, values),
-                **dict.fromkeys(("key", "dk"), descriptor_type(dtype, of_keys)),
-                **dict.fromkeys(("value", "dv"), descriptor_type(dtype, of_values)),
-                "row_values": row_descriptor_type(block_m),
-                "dq_sums": descriptor_type(torch.float32, sums) if want_dq else "*fp32",
-                "totals": tuple(pointer_type(total.dtype) for total in totals),
-            },
+    boxes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        name: (tensor, (1, 1, rows_of_box, columns))
+        for name, tensor, rows_of_box, columns in (
+            ("query", call.query, block_m, width), ("dout", dout, block_m, value_width),
+            ("key", call.key, 64, width), ("value", call.value, 64, value_width),
+            ("dk", dk, 64, width), ("dv", dv, 64, value_width),
         )
-    return Launch(
-        program,
-        min(tiles * units, forward_call.cores(call.query.device)),
+    }  # fmt: skip
+    if work.dq_sums is not None:
+        boxes["dq_sums"] = (work.dq_sums, (1, 128, 32))
+    program = made.program(
+        ("hopper backward", DYNAMIC, blocks, block_m, ragged, want_dq, mods.key),
+        hopper_backward.backward_kernel,
         {
-            **made.common_values(call, rows),
-            "query": descriptor(call.query, queries), "dout": descriptor(dout, values),
-            "key": descriptor(call.key, of_keys), "value": descriptor(call.value, of_values),
-            "dk": descriptor(dk, of_keys), "dv": descriptor(dv, of_values),
-            "row_values": row_descriptor(work.row_values, block_m),
-            "dq_sums": work.row_values if work.dq_sums is None
-            else descriptor(work.dq_sums, sums),
-            "odd_keys": work.odd_keys, "counter": work.counter, "totals": totals,
-            "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
-            "q_length": length, "kv_length": keys, "tiles": tiles,
-            # The cache also holds the float32 sums of dQ that tiles add to.
-            "head_group": key_head_group(call, 4 * spec.head_dim),
+            **mod_constants(mods, totals),
+            "Q_BLOCK": blocks[0],
+            "KV_BLOCK": blocks[1],
+            "RAGGED": ragged,
+            "WANT_DQ": want_dq,
+            "BLOCK_M": block_m,
+            "D": width,
+            "DV": value_width,
+            "DYNAMIC": DYNAMIC,
         },
-        totals,
-    )  # fmt: skip
+        Options(4, 1),
+        types={
+            **{name: descriptor_type(of.dtype, box) for name, (of, box) in boxes.items()},
+            "row_values": row_descriptor_type(block_m),
+            "totals": tuple(pointer_type(total.dtype) for total in totals),
+        },
+    )
+    fixed = {
+        **backward_sizes(call, work.row_values),
+        **{name: descriptor(tensor, box) for name, (tensor, box) in boxes.items()},
+        "row_values": row_descriptor(work.row_values, block_m),
+        "units": units,
+        "tiles": tiles,
+        # The cache also holds the float32 sums of dQ that tiles add to.
+        "head_group": key_head_group(call, 4 * spec.head_dim),
+    }
+    programs = min(tiles * units, forward_call.cores(call.query.device))
+    return FixedLaunch(program, programs, FixedArguments(fixed))
 
 
-def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
-    dq, sums, odd_rows = grads.dq, work.dq_sums, work.odd_rows
-    assert dq is not None and sums is not None and odd_rows is not None
+def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> FixedLaunch:
+    dq, odd_rows = grads.dq, work.odd_rows
+    assert dq is not None and odd_rows is not None
     layouts = {"dq": layout_of(dq)}
-    key = ("hopper convert", *classes(layouts))
-    program = made.existing.get(key)
-    if program is None:
-        program = made.program(
-            key,
-            backward_rows.convert_kernel,
-            {"D": padded(made.spec.head_dim), "UNIT": layouts["dq"].unit},
-            Options(4, 1),
-            layouts,
-            TYPES,
-            {"dq_sums": BYTES},
-        )
-    heads, length = call.query.shape[1:3]
-    return Launch(
-        program,
-        odd_rows.numel(),
-        {
-            "dq_sums": sums, "dq": dq, "row_values": work.row_values, "odd_rows": odd_rows,
-            **strides_of(layouts),
-            "scale": call.scale, "heads": heads, "padded_length": work.row_values.shape[3],
-            "q_length": length,
-        },
-    )  # fmt: skip
+    program = made.program(
+        ("hopper convert", *classes(layouts)),
+        backward_rows.convert_kernel,
+        {"D": padded(made.spec.head_dim), "UNIT": layouts["dq"].unit},
+        Options(4, 1),
+        layouts,
+        TYPES,
+        {"dq_sums": BYTES},
+    )
+    fixed = {**backward_sizes(call, work.row_values), **strides_of(layouts)}
+    return FixedLaunch(program, odd_rows.numel(), FixedArguments(fixed))
 
 
-def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> Launch:
-    dq, dk, dv = grads.dq, grads.dk, grads.dv
+def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> FixedLaunch:
+    dk, dv, odd_rows, odd_keys = grads.dk, grads.dv, work.odd_rows, work.odd_keys
     assert dk is not None and dv is not None
-    odd_rows, odd_keys = work.odd_rows, work.odd_keys
-    want_dq = odd_rows is not None
     totals = _totals(grads, work)
     layouts = made.layouts(
         call,
         dout=layout_of(dout),
-        dq=layout_of(or_else(dq, call.query)),
+        dq=layout_of(or_else(grads.dq, call.query)),
         dk=layout_of(dk),
         dv=layout_of(dv),
     )
-    rows = None if call.mask is None else mask_rows(call.mask)
-    key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
-    blocks = (_KEYS, _KEYS) if rows is None else rows.block_size
+    blocks = (_KEYS, _KEYS) if call.mask is None else call.mask.block_size
     mods = made.mods(call, False)
-    key = ("hopper repair", blocks, want_dq, mods.key, *classes(layouts))
-    program = made.existing.get(key)
-    if program is None:
-        program = made.program(
-            key,
-            backward_rows.repair_kernel,
-            {
-                "SCORE_MOD": mods.score_mod,
-                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
-                "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
-                "MASK_MOD": mods.mask_mod,
-                "Q_BLOCK": blocks[0],
-                "KV_BLOCK": blocks[1],
-                "WANT_DQ": want_dq,
-                "TILES": _LOOKED_AT,
-                "BLOCK_N": _REPAIRED_KEYS,
-            },
-            Options(4, 1),
-            layouts,
-            {**TYPES, "totals": tuple(pointer_type(total.dtype) for total in totals)},
-        )
-    batch, heads, length = call.query.shape[:3]
-    kv_heads, keys = call.key.shape[1:3]
+    program = made.program(
+        ("hopper repair", blocks, odd_rows is not None, mods.key, *classes(layouts)),
+        backward_rows.repair_kernel,
+        {
+            **mod_constants(mods, totals),
+            "Q_BLOCK": blocks[0],
+            "KV_BLOCK": blocks[1],
+            "WANT_DQ": odd_rows is not None,
+            "TILES": _LOOKED_AT,
+            "BLOCK_N": _REPAIRED_KEYS,
+        },
+        Options(4, 1),
+        layouts,
+        {**TYPES, "totals": tuple(pointer_type(total.dtype) for total in totals)},
+    )
     row_tiles = 0 if odd_rows is None else odd_rows.numel()
     row_programs = -(-row_tiles // _LOOKED_AT)
-    of_keys = made.common_values(call, key_rows)
-    return Launch(
-        program,
-        row_programs + -(-odd_keys.numel() // _LOOKED_AT),
-        {
-            **made.common_values(call, rows),
-            "key_offsets": of_keys["offsets"], "key_ends": of_keys["ends"],
-            "key_runs": of_keys["runs"], "key_mask_strides": of_keys["mask_strides"],
-            "query": call.query, "key": call.key, "value": call.value, "dout": dout,
-            "dq": or_else(dq, call.query), "dk": dk, "dv": dv,
-            "row_values": work.row_values, "totals": totals,
-            "odd_rows": or_else(odd_rows, odd_keys), "odd_keys": odd_keys,
-            **strides_of(layouts),
-            "batch": batch, "heads": heads, "kv_heads": kv_heads,
-            "padded_length": work.row_values.shape[3], "padded_keys": odd_keys.shape[1] * 64,
-            "values_in_all": work.row_values.stride(0), "q_length": length, "kv_length": keys,
-            "row_tiles": row_tiles, "key_tiles": odd_keys.numel(), "row_programs": row_programs,
-        },
-        totals,
-    )  # fmt: skip
+    fixed = {
+        **backward_sizes(call, work.row_values),
+        **strides_of(layouts),
+        "padded_keys": odd_keys.shape[1] * 64,
+        "row_tiles": row_tiles,
+        "key_tiles": odd_keys.numel(),
+        "row_programs": row_programs,
+    }
+    programs = row_programs + -(-odd_keys.numel() // _LOOKED_AT)
+    return FixedLaunch(program, programs, FixedArguments(fixed))

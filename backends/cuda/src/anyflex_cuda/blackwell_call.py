@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import blackwell_forward
-from anyflex_cuda.forward_call import Fit, boxed_program, launch_boxed
+from anyflex_cuda.forward_call import Fit, boxed_program, launch_boxed, wanted_of
 from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_triton.building import Mods, Program
 
@@ -63,13 +63,12 @@ def refused_spec(spec: Spec) -> str | None:
 
 
 def program_for(
-    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
-    rest: bool,
-) -> Program:  # fmt: skip
+    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, wanted: tuple[bool, bool, bool]
+) -> Program:
     """Return the kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
         made, blackwell_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even,
-        lse, max_scores, rest,
+        wanted,
         {
             "MASK_SCORES": mods.mask_scores,
             "STAGES": tiles.stages,
@@ -103,9 +102,6 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
     """Launch the kernel for a call that has a `Fit`, on the current stream."""
 
     def program_of(mods: Mods) -> Program:
-        return program_for(
-            made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
-            bool(out.saved),
-        )  # fmt: skip
+        return program_for(made, tiles, mods, fit.even, wanted_of(out))
 
     launch_boxed(made, fit, call, out, program_of)

@@ -14,7 +14,7 @@ import torch
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
-from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
 from anyflex_triton.building import (
@@ -22,6 +22,7 @@ from anyflex_triton.building import (
     FixedArguments,
     Launch,
     Layout,
+    Mods,
     Options,
     Program,
     Programs,
@@ -257,22 +258,23 @@ def _aligned(programs: int, units: int, most: int) -> int:
 
 
 def decode_program(
-    made: GluonPrograms, tiles: DecodeTiles, plan: int, mods_of: object, score_mod: object,
-    mask_mod: object, adds: bool, unit: int, lse: bool, max_scores: bool, rest: bool,
+    made: GluonPrograms, tiles: DecodeTiles, plan: int, mods: Mods, adds: bool, unit: int,
+    wanted: tuple[bool, bool, bool],
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
     Args:
         plan: constant of `decode_steps`: which units share a list of steps.
-        mods_of, score_mod, mask_mod: from `GluonPrograms.mods`.
+        mods: from `GluonPrograms.mods`.
         adds: as in `DecodeFit`. unit: as in out's `Layout`.
-        lse, max_scores, rest: which outputs beside out are wanted.
+        wanted: whether lse, max_scores and rest are.
     """
     spec = made.spec
+    lse, max_scores, rest = wanted
     if not adds:
         # Another kernel writes the outputs.
         unit, lse, rest = 1, False, False
-    key = ("hopper decode", tiles, plan, mods_of, adds, unit, lse, max_scores, rest)
+    key = ("hopper decode", tiles, plan, mods.key, adds, unit, lse, max_scores, rest)
     program = made.existing.get(key)
     if program is not None:
         return program
@@ -285,8 +287,7 @@ def decode_program(
         key,
         hopper_decode.decode_kernel,
         {
-            "SCORE_MOD": score_mod,
-            "MASK_MOD": mask_mod,
+            **mod_constants(mods),
             "PLAN": plan,
             "D": _columns(spec.head_dim),
             "DV": _columns(spec.value_head_dim),
@@ -331,11 +332,8 @@ def launch_decode(
     rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
-    wanted = (out.lse is not None, out.max_scores is not None, rest is not None)
-    parts = decode_program(
-        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.adds, o_layout.unit,
-        *wanted,
-    )  # fmt: skip
+    wanted = forward_call.wanted_of(out)
+    parts = decode_program(made, tiles, fit.plan, mods, fit.adds, o_layout.unit, wanted)
     # One dict serves all kernels: a name means the same in each of them.
     values = made.mod_values(call)
     values["query"] = call.query
@@ -350,11 +348,11 @@ def launch_decode(
     values["lse"] = or_else(out.lse, partial_out)
     values["max_scores"] = or_else(out.max_scores, partial_out)
     fixed = fit.fixed(o_layout)
-    launches = [Launch(parts, fit.programs, values, (), fixed)]
+    launches = [Launch(parts, fit.programs, fixed, values)]
     if not fit.adds:
         scored = mods.score_mod is not None
-        sums = _sums_program(portable, fit, o_layout.unit, scored, *wanted)
-        launches.append(Launch(sums, fit.rows, values, (), fixed))
+        sums = _sums_program(portable, fit, o_layout.unit, scored, wanted)
+        launches.append(Launch(sums, fit.rows, fixed, values))
     if call.mask is not None:
         rows = mask_rows(call.mask)
         values["offsets"] = rows.offsets
@@ -363,44 +361,34 @@ def launch_decode(
         values["mask_strides"] = rows.strides
         # One program for each entry, and one that counts.
         entries = call.mask.shape[0]
-        steps = _steps_program(portable, tiles)
-        launches.insert(0, Launch(steps, entries + 1, values, (), fixed))
+        steps = portable.program(
+            ("hopper decode steps", tiles.block_n),
+            decode_steps.steps_kernel,
+            {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n},
+            Options(4, 1),
+            types=TYPES,
+        )
+        launches.insert(0, Launch(steps, entries + 1, fixed, values))
     launch_all(launches, call.query.device)
 
 
-def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
-    key = ("hopper decode steps", tiles.block_n)
-    program = made.existing.get(key)
-    if program is not None:
-        return program
-    return made.program(
-        key,
-        decode_steps.steps_kernel,
-        {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n},
-        Options(4, 1),
-        types=TYPES,
-    )
-
-
 def _sums_program(
-    made: Programs, fit: DecodeFit, unit: int, scored: bool, lse: bool, max_scores: bool,
-    rest: bool,
-) -> Program:  # fmt: skip
+    made: Programs, fit: DecodeFit, unit: int, scored: bool, wanted: tuple[bool, bool, bool]
+) -> Program:
     """Return the kernel that adds up parts, compiled for a class of calls.
 
     Args:
         unit: from out's `Layout`.
         scored: whether there is a score mod.
-        lse, max_scores, rest: which outputs beside out are wanted.
+        wanted: whether lse, max_scores and rest are.
     """
-    key = (
-        "hopper decode sums", fit.plan, fit.at_once, unit, scored, lse, max_scores, rest,
-    )  # fmt: skip
+    key = ("hopper decode sums", fit.plan, fit.at_once, unit, scored, wanted)
     program = made.existing.get(key)
     if program is not None:
         return program
     from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
+    lse, max_scores, rest = wanted
     return made.program(
         key,
         decode_sums.combine_kernel,

@@ -13,7 +13,7 @@ import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
-from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.kernel_arguments import ROW_STRIDES
 from anyflex_cuda.tile_order import tile_order
@@ -47,6 +47,7 @@ __all__ = [
     "small_tiles_for",
     "tiles_at_once",
     "tiles_for",
+    "wanted_of",
 ]
 
 _ROWS = 64
@@ -219,8 +220,7 @@ def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[s
 
 def boxed_program(
     made: GluonPrograms, function: Any, tiles: NamedTuple, boxes: Mapping[str, tuple[int, ...]],
-    mods: Mods, even: bool, lse: bool, max_scores: bool, rest: bool,
-    constants: Mapping[str, object],
+    mods: Mods, even: bool, wanted: tuple[bool, bool, bool], constants: Mapping[str, object],
 ) -> Program:  # fmt: skip
     """Return a kernel of forward in Gluon, compiled for a class of calls.
 
@@ -228,14 +228,11 @@ def boxed_program(
         boxes: from `boxes_for`.
         mods: from `GluonPrograms.mods`.
         even: whether the number of keys and the mask's block size are multiples of a step's.
-        lse, max_scores, rest: which outputs beside out are wanted.
+        wanted: whether lse, max_scores and rest are.
         constants: those that only `function` has.
     """
     spec = made.spec
-    key = (function, tiles, mods.key, even, lse, max_scores, rest)
-    program = made.existing.get(key)
-    if program is not None:
-        return program
+    lse, max_scores, rest = wanted
     # A missing part has no descriptor, because encoding one takes the host a microsecond.
     absent = DESCRIBED.keys() - boxes.keys()
     if not rest:
@@ -243,12 +240,11 @@ def boxed_program(
     if spec.mask_kind == "none":
         absent |= {"tile_order", "order_strides", "ordered"}
     return made.program(
-        key,
+        (function, tiles, mods.key, even, wanted),
         function,
         {
             **dict.fromkeys(absent),
-            "SCORE_MOD": mods.score_mod,
-            "MASK_MOD": mods.mask_mod,
+            **mod_constants(mods),
             "Q_BLOCK": spec.block_size[0],
             "KV_BLOCK": spec.block_size[1],
             "D": sum(boxes[name][-1] for name in _descriptors_of("query", boxes)),
@@ -268,13 +264,12 @@ def boxed_program(
 
 
 def program_for(
-    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
-    rest: bool,
-) -> Program:  # fmt: skip
+    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, wanted: tuple[bool, bool, bool]
+) -> Program:
     """Return Hopper's kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
-        made, hopper_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even, lse,
-        max_scores, rest,
+        made, hopper_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even,
+        wanted,
         {
             "READ_ROWS": mods.read_rows,
             "READ_COLUMNS": mods.read_columns,
@@ -415,14 +410,16 @@ def launch_forward(
     """
 
     def program_of(mods: Mods) -> Program:
-        program = program_for(
-            made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
-            bool(out.saved),
-        )  # fmt: skip
+        program = program_for(made, tiles, mods, fit.even, wanted_of(out))
         compile_with_next(made.spec, program, call, out, needed_next)
         return program
 
     launch_boxed(made, fit, call, out, program_of)
+
+
+def wanted_of(out: Outputs) -> tuple[bool, bool, bool]:
+    """Return whether lse, max_scores and rest are wanted."""
+    return out.lse is not None, out.max_scores is not None, bool(out.saved)
 
 
 def launch_boxed(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
+
+from torch import Tensor
 
 from anyflex.plugin import Call, Spec
 from anyflex_cuda.gluon_launch import GluonProgram, is_aligned
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.kernel_arguments import TYPES
-from anyflex_triton.building import CompiledFiles, Programs, mask_scores_source
+from anyflex_triton.building import CompiledFiles, Mods, Programs, mask_scores_source
 
-__all__ = ["GluonPrograms"]
+__all__ = ["GluonPrograms", "mod_constants"]
 
 T = TypeVar("T")
 
@@ -67,3 +69,17 @@ class GluonPrograms(Programs):
         if fit is False:
             fit = kept["anyflex_cuda.fit"] = make(call)
         return fit
+
+
+def mod_constants(mods: Mods, totals: Sequence[Tensor] = ()) -> dict[str, object]:
+    """Return the constants of a kernel that reads nothing early.
+
+    Args:
+        totals: the captured tensors' gradients that the kernel adds to.
+    """
+    return {
+        "SCORE_MOD": mods.score_mod,
+        "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+        "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
+        "MASK_MOD": mods.mask_mod,
+    }

@@ -16,7 +16,6 @@ from anyflex_cuda.backward_call import (
     makes_dq,
     portable_gradients,
     refused_backward,
-    work_of,
 )
 from anyflex_cuda.decode_call import (
     DecodeFit,
@@ -230,12 +229,12 @@ class CudaKernel(TritonKernel):
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
         ours = self._backward_workspace(call.query.shape, call.key.shape)
         tensors, rest = cut(list(grads.workspace), len(ours))
-        work = work_of(tensors)
-        launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
-        if work.odd_rows is None:
+        grads = Grads(grads.dq, grads.dk, grads.dv, grads.captured, tuple(tensors))
+        launches, values = hopper_launches(self._made, self._hopper, call, saved, grad, grads)
+        if self._portable_gradients:
             finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
             before, queries = self.query_launches(
-                call, grad.dout, work.row_values, grads, finer, integers, launches[:1]
+                call, values, grads, finer, integers, launches[:1]
             )
             launches = [*before, *launches, *queries]
         launch_all(launches, call.query.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anyflex.plugin import Call, Grads, Spec
 from anyflex_cuda.forward_call import parts_of
-from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import (
     descriptor,
     descriptor_type,
@@ -16,12 +16,12 @@ from anyflex_cuda.gluon_launch import (
     row_descriptor_type,
 )
 from anyflex_triton.building import (
-    Launch,
-    MaskRows,
+    FixedArguments,
+    FixedLaunch,
     Mods,
     Options,
+    backward_sizes,
     key_head_group,
-    mask_rows,
 )
 
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_launches"]
@@ -61,13 +61,12 @@ def wide_launches(
     dout: Tensor,
     grads: Grads,
     row_values: Tensor,
-    odd_keys: Tensor,
     odd_rows: Tensor | None,
-) -> list[Launch]:
+) -> list[FixedLaunch]:
     """Return the launches that fill grads.dv, grads.dk, and, where there are `odd_rows`, grads.dq.
 
     Args:
-        row_values, odd_keys, odd_rows: as in `backward_call.Work`.
+        row_values, odd_rows: as in `backward_call.Work`.
     """
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     assert dk is not None and dv is not None
@@ -80,11 +79,7 @@ def wide_launches(
     ragged = bool(keys % _STEP) or (mods.score_mod is not None and not even)
     launches = [
         _launch(
-            made, call, False, mods, ragged,
-            None if call.mask is None else mask_rows(call.mask.transposed()),
-            {**given, "dq": None, "dk": dk, "dv": dv},
-            {"row_values": row_descriptor(row_values, _STEP), "odd_keys": odd_keys,
-             "odd_rows": None, "padded_length": None},
+            made, call, row_values, False, mods, ragged, {**given, "dq": None, "dk": dk, "dv": dv},
             kv_batch * kv_heads, -(-keys // _STEP), key_head_group(call),
         )
     ]  # fmt: skip
@@ -93,12 +88,8 @@ def wide_launches(
         units = batch * heads
         launches.append(
             _launch(
-                made, call, True,
-                made.mods(call, even and length % _ROWS == 0), bool(keys % _STEP),
-                None if call.mask is None else mask_rows(call.mask),
-                {**given, "dq": dq, "dk": None, "dv": None},
-                {"row_values": row_values, "odd_keys": None, "odd_rows": odd_rows,
-                 "padded_length": row_values.shape[3]},
+                made, call, row_values, True, made.mods(call, even and length % _ROWS == 0),
+                bool(keys % _STEP), {**given, "dq": dq, "dk": None, "dv": None},
                 units, -(-length // _ROWS), made.head_group(units, keys),
             )
         )  # fmt: skip
@@ -106,52 +97,47 @@ def wide_launches(
 
 
 def _launch(
-    made: GluonPrograms, call: Call, of_queries: bool, mods: Mods, ragged: bool,
-    rows: MaskRows | None, tensors: Mapping[str, Tensor | None], values: Mapping[str, object],
-    units: int, tiles: int, head_group: int,
-) -> Launch:  # fmt: skip
+    made: GluonPrograms, call: Call, row_values: Tensor, of_queries: bool, mods: Mods,
+    ragged: bool, tensors: Mapping[str, Tensor | None], units: int, tiles: int, head_group: int,
+) -> FixedLaunch:  # fmt: skip
+    # Imported here because few processes need it, and Triton reads the source of each of its
+    # functions.
+    from anyflex_cuda import hopper_wide_backward
+
     spec = made.spec
-    blocks = (_ROWS, _ROWS) if rows is None else rows.block_size
-    batch, heads, length = call.query.shape[:3]
-    kv_heads, keys = call.key.shape[1:3]
+    blocks = (_ROWS, _ROWS) if call.mask is None else call.mask.block_size
     boxes = _boxes(tensors)
     there = {name: each for name, each in boxes.items() if each is not None}
-    key = ("hopper wide backward", of_queries, blocks, ragged, mods.key)
-    program = made.existing.get(key)
-    if program is None:
-        # Imported here because few processes need it, and Triton reads the source of each of its
-        # functions.
-        from anyflex_cuda import hopper_wide_backward
-
-        program = made.program(
-            key,
-            hopper_wide_backward.wide_kernel,
-            {
-                **{name: None for name, each in {**boxes, **values}.items() if each is None},
-                "OF_QUERIES": of_queries,
-                "SCORE_MOD": mods.score_mod,
-                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
-                "MASK_MOD": mods.mask_mod,
-                "Q_BLOCK": blocks[0] if of_queries else blocks[1],
-                "KV_BLOCK": blocks[1] if of_queries else blocks[0],
-                "RAGGED": ragged,
-                "D": sum(parts_of(spec.head_dim)),
-                "DV": sum(parts_of(spec.value_head_dim)),
-            },
-            Options(4, 1),
-            types={
-                **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
-                "row_values": "*fp32" if of_queries else row_descriptor_type(_STEP),
-            },
-        )
-    return Launch(
-        program,
-        tiles * units,
+    types = {name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()}
+    absent = [name for name in boxes if name not in there]
+    fixed = {
+        **backward_sizes(call, row_values),
+        **{name: descriptor(tensor, box) for name, (tensor, box) in there.items()},
+        "units": units,
+        "tiles": tiles,
+        "head_group": head_group,
+    }
+    if of_queries:
+        absent.append("odd_keys")
+    else:
+        absent += ["odd_rows", "padded_length"]
+        types["row_values"] = row_descriptor_type(_STEP)
+        fixed["row_values"] = row_descriptor(row_values, _STEP)
+    program = made.program(
+        ("hopper wide backward", of_queries, blocks, ragged, mods.key),
+        hopper_wide_backward.wide_kernel,
         {
-            **made.common_values(call, rows),
-            **{name: descriptor(tensor, box) for name, (tensor, box) in there.items()},
-            **values,
-            "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
-            "q_length": length, "kv_length": keys, "tiles": tiles, "head_group": head_group,
+            **dict.fromkeys(absent),
+            **mod_constants(mods),
+            "OF_QUERIES": of_queries,
+            "Q_BLOCK": blocks[0],
+            "KV_BLOCK": blocks[1],
+            "RAGGED": ragged,
+            "D": sum(parts_of(spec.head_dim)),
+            "DV": sum(parts_of(spec.value_head_dim)),
         },
-    )  # fmt: skip
+        Options(4, 1),
+        types=types,
+    )
+    second = {f"{name}_2": name for name in tensors}
+    return FixedLaunch(program, tiles * units, FixedArguments(fixed, second))

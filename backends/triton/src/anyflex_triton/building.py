@@ -9,7 +9,7 @@ Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the 
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
 Launches               `Launch`, `FixedLaunch`, `FixedArguments`, `launch_all`; `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
-Parts of a backward    `backward_values`, `expected_backward`, `fixed_launches`, `integer_specs`
+Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
 Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`
 =====================  ============================================================================
 
@@ -29,9 +29,9 @@ from anyflex_triton.arguments import (
     pointer_type,
 )
 from anyflex_triton.backward_call import (
+    backward_sizes,
     backward_values,
     expected_backward,
-    fixed_launches,
     row_values_launch,
 )
 from anyflex_triton.compiled_files import CompiledFiles
@@ -52,8 +52,8 @@ from anyflex_triton.kernel_signatures import (
     padded,
     strides_of,
 )
-from anyflex_triton.launch import FixedLaunch, Launch, launch_all
-from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
+from anyflex_triton.mask_refinement import mask_rows, with_rows
 from anyflex_triton.mods import (
     IMPORTED_OPERATIONS,
     captured_additions,
@@ -61,7 +61,6 @@ from anyflex_triton.mods import (
     source_for,
     write_source,
 )
-from anyflex_triton.prepared_launch import FixedArguments
 from anyflex_triton.program import Options, Program, TellsFrontEnd
 from anyflex_triton.tuning import Tuner
 
@@ -87,13 +86,13 @@ __all__ = [
     "TritonKernel",
     "Tuner",
     "Types",
+    "backward_sizes",
     "backward_values",
     "captured_additions",
     "classes",
     "compile_with_next",
     "cut",
     "expected_backward",
-    "fixed_launches",
     "integer_specs",
     "kept_of",
     "key_head_group",
@@ -111,5 +110,6 @@ __all__ = [
     "source_for",
     "strides_of",
     "types_of",
+    "with_rows",
     "write_source",
 ]

@@ -8,7 +8,8 @@ Non-finite additions are summed as floats: infinity and NaN are the same in any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from anyflex.plugin import Call, TensorSpec
 from anyflex_triton import backward
 from anyflex_triton.backward_call import queries_launch
 from anyflex_triton.kernel_signatures import MaskRows, Programs
-from anyflex_triton.launch import Launch
+from anyflex_triton.launch import FixedArguments, Launch
+from anyflex_triton.mods import Sums
 from anyflex_triton.program import Options
 
 __all__ = ["integer_specs", "repeatable_launches"]
@@ -41,8 +43,7 @@ def integer_specs(made: Programs, call: Call) -> tuple[TensorSpec, ...]:
 def repeatable_launches(
     made: Programs,
     call: Call,
-    dout: Tensor,
-    row_values: Tensor,
+    values: Mapping[str, Any],
     dq: Tensor | None,
     totals: Sequence[Tensor],
     rows: MaskRows | None,
@@ -51,21 +52,28 @@ def repeatable_launches(
     """Return the launches that fill dq and add to `totals`, float32.
 
     Args:
+        values: result of `backward_call.backward_values`, with `rows`.
         workspace: tensors of `integer_specs`.
     """
     places = (*totals, *workspace)
     config = made.config("queries")
-    key = ("totals",)
-    program = made.existing.get(key)
-    if program is None:
-        program = made.program(key, backward.total_kernel, {"BLOCK": _BLOCK}, Options(4, 1))
+    program = made.program(("totals",), backward.total_kernel, {"BLOCK": _BLOCK}, Options(4, 1))
+    own = FixedArguments({})
+
+    def queries(dq: Tensor | None, sums: Sums) -> Launch:
+        fixed = queries_launch(
+            made, call, values["dout"], values["row_values"], dq, places, rows, config, sums
+        )
+        return fixed.launch({**values, "totals": places})
+
     return [
-        queries_launch(made, call, dout, row_values, None, places, rows, config, "bounds"),
-        queries_launch(made, call, dout, row_values, dq, places, rows, config, "integers"),
+        queries(None, "bounds"),
+        queries(dq, "integers"),
         *(
             Launch(
                 program,
                 -(-total.numel() // _BLOCK),
+                own,
                 {
                     "total": total, "integers": workspace[i],
                     "largest": workspace[i + len(totals)],

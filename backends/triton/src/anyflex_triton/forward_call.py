@@ -26,10 +26,9 @@ from anyflex_triton.kernel_signatures import (
     strides_of,
     tile_count,
 )
-from anyflex_triton.launch import FixedLaunch, Launch, launch_all
+from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows, rows_for
 from anyflex_triton.parallel_compile import begin_compiling
-from anyflex_triton.prepared_launch import FixedArguments
 from anyflex_triton.program import INTERPRETED, Options, Program
 from anyflex_triton.warm_up import current_target
 
@@ -196,36 +195,33 @@ def _fixed_prefill(
     described = made.describer(call.key, call.value)
     heads_beside = beside(described, call.key, call.value)
     blocks = spec.block_size if rows is None else rows.block_size
-    key = (
-        "forward", config, blocks, even, mods.key, described, heads_beside, tops is not None,
-        *classes(layouts),
+    program = made.program(
+        (
+            "forward", config, blocks, even, mods.key, described, heads_beside,
+            tops is not None, *classes(layouts),
+        ),
+        forward.forward_kernel,
+        {
+            **mods.reading(),
+            "Q_BLOCK": blocks[0],
+            "KV_BLOCK": blocks[1],
+            "WANT_LSE": out.lse is not None,
+            "WANT_MAX": out.max_scores is not None,
+            "WANT_REST": rest is not None,
+            "WANT_TOPS": tops is not None,
+            "DESCRIBED": described,
+            "BESIDE": heads_beside,
+            "MASK_READS": made.mask_reads_pairs,
+            "EVEN": even,
+            "OVERLAP": config.overlap,
+            "PARTS": config.parts,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+        },
+        config.options,
+        layouts,
+        made.descriptors(described, config.block_n, key="D", value="DV"),
     )  # fmt: skip
-    program = made.existing.get(key)
-    if program is None:
-        program = made.program(
-            key,
-            forward.forward_kernel,
-            {
-                **mods.reading(),
-                "Q_BLOCK": blocks[0],
-                "KV_BLOCK": blocks[1],
-                "WANT_LSE": out.lse is not None,
-                "WANT_MAX": out.max_scores is not None,
-                "WANT_REST": rest is not None,
-                "WANT_TOPS": tops is not None,
-                "DESCRIBED": described,
-                "BESIDE": heads_beside,
-                "MASK_READS": made.mask_reads_pairs,
-                "EVEN": even,
-                "OVERLAP": config.overlap,
-                "PARTS": config.parts,
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-            },
-            config.options,
-            layouts,
-            made.descriptors(described, config.block_n, key="D", value="DV"),
-        )
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
     tiles = tile_count(rows, length, config.block_m)
@@ -235,7 +231,7 @@ def _fixed_prefill(
         "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
         "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
     }  # fmt: skip
-    return FixedLaunch(program, tiles * batch * heads, FixedArguments.of(values, ()))
+    return FixedLaunch(program, tiles * batch * heads, FixedArguments(values))
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
@@ -267,32 +263,28 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     described = made.own_describer(call.key, call.value)
-    key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
-    program = made.existing.get(key)
-    if program is None:
-        # Imported here because most processes don't decode, and Triton reads each function's
-        # source.
-        from anyflex_triton import decode
+    # Imported here because most processes don't decode, and Triton reads each function's source.
+    from anyflex_triton import decode
 
-        program = made.program(
-            key,
-            decode.decode_kernel,
-            {
-                # Decoding tiles have one part.
-                "D": padded(spec.head_dim),
-                "DV": padded(spec.value_head_dim),
-                "SCORE_MOD": mods.score_mod,
-                "MASK_MOD": mods.mask_mod,
-                "KV_BLOCK": spec.block_size[1],
-                "PACKED": packed,
-                "DESCRIBED": described,
-                "LEADS": made.overlaps,
-                "BLOCK_M": rows,
-                "BLOCK_N": config.block_n,
-            },
-            config.options,
-            layouts,
-        )
+    program = made.program(
+        ("decode", config, mods.key, packed, rows, described, *classes(layouts)),
+        decode.decode_kernel,
+        {
+            # Decoding tiles have one part.
+            "D": padded(spec.head_dim),
+            "DV": padded(spec.value_head_dim),
+            "SCORE_MOD": mods.score_mod,
+            "MASK_MOD": mods.mask_mod,
+            "KV_BLOCK": spec.block_size[1],
+            "PACKED": packed,
+            "DESCRIBED": described,
+            "LEADS": made.overlaps,
+            "BLOCK_M": rows,
+            "BLOCK_N": config.block_n,
+        },
+        config.options,
+        layouts,
+    )
     splits = splits_of(spec, call.query.device, call.query.shape, keys, mask_shape(call))
     pieces = -(-max(keys, 1) // config.block_n)
     values = {
@@ -301,9 +293,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
         "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
         "split_length": -(-pieces // splits.number) * config.block_n,
     }  # fmt: skip
-    return FixedLaunch(
-        program, batch * (heads // packed) * splits.number, FixedArguments.of(values, ())
-    )
+    return FixedLaunch(program, batch * (heads // packed) * splits.number, FixedArguments(values))
 
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
@@ -330,27 +320,24 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     spec = made.spec
     rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
-    key = ("combine", o_layout.unit, scored, tops is not None)
-    program = made.existing.get(key)
-    if program is None:
-        from anyflex_triton import decode  # here, as above
+    from anyflex_triton import decode  # here, as above
 
-        program = made.program(
-            key,
-            decode.combine_kernel,
-            {
-                "DV": padded(spec.value_head_dim),
-                "SPLITS": 16,
-                "UNIT": o_layout.unit,
-                "SCORED": scored,
-                "WANT_LSE": out.lse is not None,
-                "WANT_MAX": out.max_scores is not None,
-                "WANT_REST": rest is not None,
-                "WANT_TOPS": tops is not None,
-                "FOLLOWS": made.overlaps,
-            },
-            overlapping(Options(4, 1), made.overlaps),
-        )
+    program = made.program(
+        ("combine", o_layout.unit, scored, tops is not None),
+        decode.combine_kernel,
+        {
+            "DV": padded(spec.value_head_dim),
+            "SPLITS": 16,
+            "UNIT": o_layout.unit,
+            "SCORED": scored,
+            "WANT_LSE": out.lse is not None,
+            "WANT_MAX": out.max_scores is not None,
+            "WANT_REST": rest is not None,
+            "WANT_TOPS": tops is not None,
+            "FOLLOWS": made.overlaps,
+        },
+        overlapping(Options(4, 1), made.overlaps),
+    )
     batch, heads, length = call.query.shape[:3]
     splits = splits_of(
         spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
@@ -359,4 +346,4 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
         "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
         "q_length": length, "splits": splits.number,
     }  # fmt: skip
-    return FixedLaunch(program, batch * heads * length, FixedArguments.of(values, ()))
+    return FixedLaunch(program, batch * heads * length, FixedArguments(values))

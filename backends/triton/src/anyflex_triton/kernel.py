@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,14 +13,14 @@ from triton.runtime.errors import OutOfResources
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import (
     backward_key,
+    backward_values,
     expected_backward,
-    fixed_launches,
     keys_launch,
-    launches_again,
     queries_launch,
     rows_launch,
 )
-from anyflex_triton.configs import KernelName, Target
+from anyflex_triton.backward_keys import key_kernel
+from anyflex_triton.configs import Config, KernelName, Target
 from anyflex_triton.deterministic_captured_grads import integer_specs, repeatable_launches
 from anyflex_triton.forward_call import (
     launch_decode,
@@ -30,8 +30,8 @@ from anyflex_triton.forward_call import (
     splits_of,
 )
 from anyflex_triton.kernel_signatures import Programs
-from anyflex_triton.launch import Launch, launch_all
-from anyflex_triton.mask_refinement import Tiled, finer_specs, rows_for
+from anyflex_triton.launch import FixedLaunch, Launch, launch_all
+from anyflex_triton.mask_refinement import Tiled, finer_specs, mask_rows, rows_for, with_rows
 from anyflex_triton.program import Program
 from anyflex_triton.tuning import Tuner
 
@@ -209,33 +209,45 @@ class TritonKernel(Kernel):
             return self._backward_launches(call, saved, grad, grads)
         key = backward_key(made, call, saved, grad, grads)
         fixed = made.kept(call, key)
-        if fixed is not None:
-            return launches_again(made, call, saved, grad, grads, fixed)
-        launches = self._backward_launches(call, saved, grad, grads)
-        made.keep(call, key, fixed_launches(launches))
+        if fixed is None:
+            launches = self._backward_launches(call, saved, grad, grads)
+            made.keep(call, key, [FixedLaunch(*launch[:3]) for launch in launches])
+            return launches
+        values = backward_values(made, call, saved, grad, grads)
+        launches = []
+        for each in fixed:
+            given = values
+            if call.mask is not None and each.program.function is key_kernel:
+                given = with_rows(values, mask_rows(call.mask.transposed()))
+            launches.append(each.launch(given))
         return launches
 
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
     ) -> list[Launch]:
         """Return the launches that fill the non-empty tensors of `grads`."""
-        dout = grad.dout
         made = self._made
+        values = backward_values(made, call, saved, grad, grads)
         row_values, *rest = grads.workspace
         for_keys, rest = cut(rest, len(self._finer_specs(call, "keys")))
         for_queries, integers = cut(rest, len(self._finer_specs(call, "queries")))
-        first = rows_launch(made, call, saved, grad, row_values)
+        first = rows_launch(made, call, saved, grad, row_values).launch(values)
         if grads.dk is None and grads.dv is None:
             before, queries = self.query_launches(
-                call, dout, row_values, grads, for_queries, integers, [first]
+                call, values, grads, for_queries, integers, [first]
             )
             return [*before, first, *queries]
         rows, before_keys = rows_for(made, call, "keys", for_keys)
-        keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
+        of_keys = with_rows(values, rows)
+
+        def keys(config: Config) -> Launch:
+            fixed = keys_launch(made, call, grad.dout, row_values, grads, rows, config)
+            return fixed.launch(of_keys)
+
         until_keys = [*before_keys, first]
         until_keys.append(made.launch("keys", call, keys, until_keys))
         before, queries = self.query_launches(
-            call, dout, row_values, grads, for_queries, integers, until_keys, follows_keys=True
+            call, values, grads, for_queries, integers, until_keys, follows_keys=True
         )
         # No other launch may stand between launches that overlap.
         return [*before, *until_keys, *queries]
@@ -243,8 +255,7 @@ class TritonKernel(Kernel):
     def query_launches(
         self,
         call: Call,
-        dout: Tensor,
-        row_values: Tensor,
+        values: dict[str, Any],
         grads: Grads,
         finer: Sequence[Tensor],
         integers: Sequence[Tensor],
@@ -256,9 +267,9 @@ class TritonKernel(Kernel):
         wanted.
 
         Args:
-            row_values: output of `backward.row_kernel`.
-            first: the launches that fill it; where the queries' launch `follows_keys`, up to that
-                of keys.
+            values: result of `backward_values`.
+            first: the launches that fill its row values; where the queries' launch
+                `follows_keys`, up to that of keys.
             finer, integers: parts of the workspace.
             follows_keys: argument of `queries_launch`.
         """
@@ -267,14 +278,17 @@ class TritonKernel(Kernel):
         if grads.dq is None and not totals:
             return [], []
         rows, before = rows_for(made, call, "queries", finer)
+        given = {**with_rows(values, rows), "totals": tuple(totals)}
         if integers:
-            return before, repeatable_launches(
-                made, call, dout, row_values, grads.dq, totals, rows, integers
-            )
-        queries = partial(
-            queries_launch, made, call, dout, row_values, grads.dq, totals, rows,
-            follows_keys=follows_keys,
-        )  # fmt: skip
+            return before, repeatable_launches(made, call, given, grads.dq, totals, rows, integers)
+
+        def queries(config: Config) -> Launch:
+            fixed = queries_launch(
+                made, call, values["dout"], values["row_values"], grads.dq, totals, rows, config,
+                follows_keys=follows_keys,
+            )  # fmt: skip
+            return fixed.launch(given, totals)
+
         return before, [made.launch("queries", call, queries, [*before, *first])]
 
 

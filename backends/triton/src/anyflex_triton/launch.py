@@ -1,71 +1,112 @@
 """Launches: a program with the arguments of one call.
 
 A kernel's `forward` reaches the driver by `launch_all` -> `Launch.run` -> `FixedArguments.launch`
--> the launcher in C (`nvidia_launch.Launcher`). The first launch, and kernels that this launcher
-doesn't take, go by `Program.launch`, which compiles, and Triton's own launcher.
+-> the launcher in C (`nvidia_launch.Launcher`). Kernels that this launcher doesn't take go by
+`Program.launch`, to Triton's own launcher or its interpreter.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from anyflex_triton.arguments import Boxes
+from anyflex_triton.nvidia_launch import Launcher
 from anyflex_triton.parallel_compile import compile_missing
-from anyflex_triton.prepared_launch import FixedArguments
 from anyflex_triton.program import INTERPRETED, Program
+from anyflex_triton.triton_launch import hooked
 
-__all__ = ["FixedLaunch", "Launch", "launch_all", "milliseconds"]
+__all__ = ["FixedArguments", "FixedLaunch", "Launch", "launch_all", "milliseconds"]
+
+
+class FixedArguments:
+    """Arguments that calls of one shape on one device share, laid out once. Thread-safe.
+
+    Triton's launcher packs its arguments and encodes each descriptor at each launch, which was 11
+    of the 35 us of host time of an attention call. The launcher in C writes only a call's own
+    arguments over those that were laid out before.
+
+    Args:
+        values: arguments by name, all descriptors among them, as `Boxes` or as the arguments of
+            `Boxes` without the base. Tensors are left out.
+        described: name of a descriptor -> name of its tensor, where they differ.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], described: Mapping[str, str] | None = None
+    ) -> None:
+        self.values = {
+            name: (value.shape, value.strides, value.block_shape)
+            if isinstance(value, Boxes)
+            else value
+            for name, value in values.items()
+            if not isinstance(value, Tensor)
+        }
+        self._described = described or {}
+        self._launchers: dict[Program, Launcher | None] = {}
+
+    def launch(
+        self, program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
+    ) -> None:
+        """Run `grid` programs on the current stream of the current device.
+
+        Args:
+            values: all other arguments that aren't constants, and possibly more; for a descriptor
+                the tensor, under the tensor's name.
+        """
+        if program not in self._launchers:
+            launcher = program.launcher(device, self.values, self._described, values)
+            self._launchers[program] = launcher
+        launcher = self._launchers[program]
+        if launcher is None or hooked():
+            program.launch(grid, device, self.together(values))
+        else:
+            launcher.launch(grid, device, values)
+
+    def together(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a launch, including a call's values."""
+        together = {**values, **self.values}
+        for name, fixed in self.values.items():
+            tensor = values.get(self._described.get(name, name))
+            if tensor is not None:
+                together[name] = Boxes(tensor, *fixed)
+        return together
 
 
 class Launch(NamedTuple):
     """A program with its grid and arguments.
 
     Args:
-        values: as in `Program.launch`.
+        fixed, values: as in `FixedArguments.launch`.
         sums: tensors that are added to and hold zeros before; others are overwritten.
-        fixed: the arguments that `values` lacks, if any.
     """
 
     program: Program
     grid: int
+    fixed: FixedArguments
     values: Mapping[str, object]
     sums: Sequence[Tensor] = ()
-    fixed: FixedArguments | None = None
 
     def run(self, device: torch.device) -> None:
         """Run the program on the current stream of the current device."""
-        if self.fixed is None:
-            self.program.launch(self.grid, device, self.values)
-        else:
-            self.fixed.launch(self.program, self.grid, device, self.values)
+        self.fixed.launch(self.program, self.grid, device, self.values)
 
 
 class FixedLaunch(NamedTuple):
     """Common part of the launches of calls whose tensors have the same shapes, strides and
-    alignment.
-
-    Args:
-        program, grid: as in `Launch`.
-        arguments: arguments of the kernel.
-    """
+    alignment."""
 
     program: Program
     grid: int
-    arguments: FixedArguments
+    fixed: FixedArguments
 
-    @classmethod
-    def of(cls, launch: Launch, of_call: Collection[str]) -> FixedLaunch:
-        """Return the common part of a launch; tensors and arguments named in `of_call` are
-        excluded."""
-        return cls(launch.program, launch.grid, FixedArguments.of(launch.values, of_call))
-
-    def launch(self, values: Mapping[str, object]) -> Launch:
+    def launch(self, values: Mapping[str, object], sums: Sequence[Tensor] = ()) -> Launch:
         """Return the launch with a call's values."""
-        return Launch(self.program, self.grid, values, (), self.arguments)
+        return Launch(self.program, self.grid, self.fixed, values, sums)
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch import Tensor
 from anyflex.plugin import Call, MaskViews, TensorSpec
 from anyflex_triton import mask_refinement_kernels
 from anyflex_triton.kernel_signatures import MaskRows, Programs
-from anyflex_triton.launch import Launch
+from anyflex_triton.launch import FixedArguments, Launch
 from anyflex_triton.program import Options
 
-__all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
+__all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for", "with_rows"]
 
 _MOST_BYTES = 64 << 20
 """Maximum bytes of finer runs: space for one run per tile, which no mask uses up."""
@@ -51,6 +51,16 @@ def _own_rows(views: MaskViews) -> MaskRows:
     batch, heads, edges = offsets.shape
     strides = (heads * edges if batch > 1 else 0, edges if heads > 1 else 0)
     return MaskRows(offsets, offsets[..., 1:], views.runs, strides, views.block_size)
+
+
+def with_rows(values: dict[str, Any], rows: MaskRows | None) -> dict[str, Any]:
+    """Return a kernel's values with other rows of a mask; unchanged where there is none."""
+    if rows is None:
+        return values
+    return {
+        **values, "offsets": rows.offsets, "ends": rows.ends, "runs": rows.runs,
+        "mask_strides": rows.strides,
+    }  # fmt: skip
 
 
 def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
@@ -107,7 +117,6 @@ def _finer(
     mods = made.mods(call, False)
     rows = mask_rows(views)
     values = made.common_values(call, rows)
-    of_mods = ("tables", "ints", "floats", "shifts")
     tiles, columns = kinds.shape
     chunks = -(-columns // _KINDS_CHUNK)
     for_kinds = made.program(
@@ -126,31 +135,19 @@ def _finer(
         Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1),
     )
     for_runs = made.program(
-        ("runs",),
-        mask_refinement_kernels.runs_kernel,
-        {"CHUNK": _RUNS_CHUNK},
-        Options(4, 1),
+        ("runs",), mask_refinement_kernels.runs_kernel, {"CHUNK": _RUNS_CHUNK}, Options(4, 1)
     )
+    fixed = FixedArguments(
+        {
+            "length": lengths[0], "column_length": lengths[1], "tiles": tiles,
+            "columns": columns, "chunks": chunks,
+        }
+    )  # fmt: skip
+    values.update(kinds=kinds, new_edges=edges, new_runs=runs)
     launches = [
-        Launch(
-            for_kinds,
-            tiles * chunks,
-            {
-                **{name: values[name] for name in of_mods},
-                "offsets": rows.offsets, "runs": rows.runs, "kinds": kinds,
-                "length": lengths[0], "column_length": lengths[1],
-                "columns": columns, "chunks": chunks,
-            },
-        ),
-        Launch(
-            for_runs,
-            tiles,
-            {
-                "kinds": kinds, "new_edges": edges, "new_runs": runs,
-                "tiles": tiles, "columns": columns,
-            },
-        ),
-    ]  # fmt: skip
+        Launch(for_kinds, tiles * chunks, fixed, values),
+        Launch(for_runs, tiles, fixed, values),
+    ]
     return MaskRows(edges[0], edges[1], runs, (0, 0), tile), launches
 
 

@@ -1,5 +1,5 @@
 /* Launcher of a kernel of CUDA's driver: the parameters that its launches share are laid out once,
- * and a launch writes a call's addresses, numbers and descriptors over a copy of them.
+ * and a launch writes a call's addresses and numbers over a copy of them.
  *
  * Compiled on the machine that runs it, by the compiler of Triton's own launchers: see
  * nvidia_launch.py.
@@ -14,20 +14,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Maximum bytes of a kernel's parameters: 4 KB, since CUDA 12.1 32 KB less 4 bytes. */
-#define MOST_BYTES 32768
-#define MOST_PARAMETERS 4096
-#define MOST_DIMENSIONS 5
 /* Alignment of a descriptor: the driver asks for 64, the type of some of its headers for more. */
 #define ALIGNMENT 128
 
 typedef CUresult (*GetCurrent)(CUcontext *);
 typedef CUresult (*GetErrorString)(CUresult, const char **);
 typedef CUresult (*LaunchKernel)(const CUlaunchConfig *, CUfunction, void **, void **);
-typedef CUresult (*EncodeTiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                                const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                                const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 typedef CUresult (*ReplaceAddress)(CUtensorMap *, void *);
 typedef CUresult (*GetParamInfo)(CUfunction, size_t, size_t *, size_t *);
 
@@ -35,41 +27,21 @@ static struct {
   GetCurrent get_current;
   GetErrorString get_error_string;
   LaunchKernel launch;
-  EncodeTiled encode;
   ReplaceAddress replace_address;
   GetParamInfo get_param_info; /* since CUDA 12.4, else NULL */
 } driver;
 
-static PyObject *data_ptr, *base_name, *shape_name, *strides_name;
+static PyObject *data_ptr;
 
-/* Kind of a call's value: a tensor's address; the address in an otherwise fixed descriptor; a
- * descriptor whose shape also belongs to the call; numbers. */
-typedef enum {
-  POINTER = 'P',
-  ADDRESS = 'A',
-  DESCRIPTOR = 'D',
-  INT32 = 'i',
-  INT64 = 'q',
-  FLOAT = 'f'
-} Kind;
-
-/* Part of a kernel's descriptor that is the same for all tensors. */
-typedef struct {
-  CUtensorMapDataType type;
-  CUtensorMapSwizzle swizzle;
-  int64_t size; /* bytes of an element */
-  cuuint32_t rank;
-  cuuint32_t box[MOST_DIMENSIONS]; /* the last dimension first, as all that the driver is given */
-} Boxes;
+/* Kind of a call's value: a tensor's address; the address in an otherwise fixed descriptor;
+ * numbers. */
+typedef enum { POINTER = 'P', ADDRESS = 'A', INT32 = 'i', INT64 = 'q', FLOAT = 'f' } Kind;
 
 typedef struct {
   PyObject *name;     /* of the call's value */
   Py_ssize_t element; /* of a tuple; -1: the value itself */
   Py_ssize_t offset;
   Kind kind;
-  /* Used by descriptors, which are followed by their sizes in 32 bits and strides in 64. */
-  Boxes boxes;
-  Py_ssize_t sizes, strides;
 } Slot;
 
 typedef struct {
@@ -106,78 +78,6 @@ static int address_of(PyObject *tensor, void **address) {
   return *address == NULL && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Reads a tuple or list of `rank` integers, the last first. 0, or -1 with an exception. */
-static int read_backwards(PyObject *sequence, cuuint32_t rank, int64_t *numbers) {
-  PyObject *fast = PySequence_Fast(sequence, "a descriptor's sizes are a sequence");
-  if (fast == NULL)
-    return -1;
-  Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
-  int status = 0;
-  if (count != (Py_ssize_t)rank) {
-    PyErr_Format(PyExc_ValueError, "a descriptor of %u dimensions is given %zd", rank, count);
-    status = -1;
-  }
-  for (Py_ssize_t i = 0; status == 0 && i < count; ++i) {
-    numbers[count - 1 - i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(fast, i));
-    status = PyErr_Occurred() ? -1 : 0;
-  }
-  Py_DECREF(fast);
-  return status;
-}
-
-/* Encodes a descriptor as Triton does. Lengths and strides, in elements: the last first. */
-static int encode(const Boxes *boxes, void *address, const int64_t *lengths,
-                  const int64_t *strides, unsigned char *there) {
-  cuuint64_t wide[MOST_DIMENSIONS], of_bytes[MOST_DIMENSIONS];
-  cuuint32_t ones[MOST_DIMENSIONS];
-  for (cuuint32_t i = 0; i < boxes->rank; ++i) {
-    wide[i] = (cuuint64_t)lengths[i];
-    ones[i] = 1;
-    /* The first dimension has no stride: its elements are neighbours. */
-    if (i > 0)
-      of_bytes[i - 1] = (cuuint64_t)(strides[i] * boxes->size);
-  }
-  CUresult status = driver.encode(
-      (CUtensorMap *)there, boxes->type, boxes->rank, address, wide, of_bytes, boxes->box, ones,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, boxes->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    failed("a descriptor", status);
-    return -1;
-  }
-  return 0;
-}
-
-/* Encodes a descriptor of an object with base, a tensor, shape and strides, and writes these behind
- * it. */
-static int write_descriptor(const Slot *slot, PyObject *value, unsigned char *parameters) {
-  PyObject *base = PyObject_GetAttr(value, base_name);
-  PyObject *shape = base == NULL ? NULL : PyObject_GetAttr(value, shape_name);
-  PyObject *strides = shape == NULL ? NULL : PyObject_GetAttr(value, strides_name);
-  int64_t lengths[MOST_DIMENSIONS], steps[MOST_DIMENSIONS];
-  cuuint32_t rank = slot->boxes.rank;
-  void *address;
-  int status = -1;
-  if (strides != NULL && address_of(base, &address) == 0 &&
-      read_backwards(shape, rank, lengths) == 0 && read_backwards(strides, rank, steps) == 0)
-    status = encode(&slot->boxes, address, lengths, steps, parameters + slot->offset);
-  for (cuuint32_t i = 0; status == 0 && i < rank; ++i) {
-    int32_t narrow = (int32_t)lengths[rank - 1 - i];
-    if (narrow != lengths[rank - 1 - i]) {
-      PyErr_Format(PyExc_OverflowError, "a descriptor of %lld rows: more than 32 bits",
-                   (long long)lengths[rank - 1 - i]);
-      status = -1;
-      break;
-    }
-    memcpy(parameters + slot->sizes + 4 * i, &narrow, sizeof narrow);
-    memcpy(parameters + slot->strides + 8 * i, steps + rank - 1 - i, sizeof *steps);
-  }
-  Py_XDECREF(base);
-  Py_XDECREF(shape);
-  Py_XDECREF(strides);
-  return status;
-}
-
 /* Writes one value over the parameters. `address` is the value's where `known`. */
 static int write_slot(const Slot *slot, PyObject *value, void **address, int *known,
                       unsigned char *parameters) {
@@ -191,8 +91,6 @@ static int write_slot(const Slot *slot, PyObject *value, void **address, int *kn
     *known = 0;
   }
   switch (slot->kind) {
-  case DESCRIPTOR:
-    return write_descriptor(slot, value, parameters);
   case POINTER:
   case ADDRESS:
     if (!*known && address_of(value, address) < 0)
@@ -337,68 +235,21 @@ static void launch_dealloc(PyObject *self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-/* Reads (offset, sizes, strides, type, swizzle, bytes of an element, box) of a descriptor. */
-static int read_boxes(PyObject *given, Py_ssize_t bytes, Slot *slot) {
-  int type, swizzle, size;
-  PyObject *box;
-  if (!PyTuple_Check(given)) {
-    PyErr_SetString(PyExc_TypeError, "a descriptor is a tuple");
-    return -1;
-  }
-  if (!PyArg_ParseTuple(given, "nnniiiO!", &slot->offset, &slot->sizes, &slot->strides, &type,
-                        &swizzle, &size, &PyTuple_Type, &box))
-    return -1;
-  Py_ssize_t rank = PyTuple_GET_SIZE(box);
-  if (rank < 1 || rank > MOST_DIMENSIONS) {
-    PyErr_Format(PyExc_ValueError, "a descriptor has 1 to 5 dimensions, not %zd", rank);
-    return -1;
-  }
-  if (slot->offset < 0 || slot->offset % ALIGNMENT || slot->sizes < 0 || slot->strides < 0 ||
-      slot->offset > bytes - (Py_ssize_t)sizeof(CUtensorMap) || slot->sizes > bytes - 4 * rank ||
-      slot->strides > bytes - 8 * rank) {
-    PyErr_Format(PyExc_ValueError, "a descriptor can't be at %zd, %zd and %zd", slot->offset,
-                 slot->sizes, slot->strides);
-    return -1;
-  }
-  int64_t numbers[MOST_DIMENSIONS];
-  if (read_backwards(box, (cuuint32_t)rank, numbers) < 0)
-    return -1;
-  Boxes *boxes = &slot->boxes;
-  boxes->type = (CUtensorMapDataType)type;
-  boxes->swizzle = (CUtensorMapSwizzle)swizzle;
-  boxes->size = size;
-  boxes->rank = (cuuint32_t)rank;
-  for (Py_ssize_t i = 0; i < rank; ++i)
-    boxes->box[i] = (cuuint32_t)numbers[i];
-  return 0;
-}
-
-/* Launch(function, threads, shared, overlaps, fixed, places, descriptors, slots)
+/* Launch(function, threads, shared, overlaps, fixed, places, slots), from `Parameters.launcher`.
  *
  * overlaps: see dependent_launch.py. fixed: bytes of all parameters. places: (offset, size) in it, of
- * each. descriptors: those that have one shape, (as `read_boxes` reads, an object as
- * `write_descriptor` takes). slots: (name, element, kind, offset), where for a descriptor's offset
- * stands what `read_boxes` reads. */
-static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names) {
+ * each. slots: (name, element, kind, offset). */
+static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(names)) {
   unsigned long long function;
   unsigned threads, shared;
   int overlaps;
   const char *fixed;
   Py_ssize_t bytes;
-  PyObject *places, *descriptors, *slots;
-  if (names != NULL && PyDict_GET_SIZE(names)) {
-    PyErr_SetString(PyExc_TypeError, "a Launch has no named arguments");
-    return NULL;
-  }
-  if (!PyArg_ParseTuple(args, "KIIpy#O!O!O!", &function, &threads, &shared, &overlaps, &fixed,
-                        &bytes, &PyTuple_Type, &places, &PyTuple_Type, &descriptors,
-                        &PyTuple_Type, &slots))
+  PyObject *places, *slots;
+  if (!PyArg_ParseTuple(args, "KIIpy#O!O!", &function, &threads, &shared, &overlaps, &fixed,
+                        &bytes, &PyTuple_Type, &places, &PyTuple_Type, &slots))
     return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(places);
-  if (bytes < 1 || bytes > MOST_BYTES || count < 1 || count > MOST_PARAMETERS) {
-    PyErr_Format(PyExc_ValueError, "no kernel takes %zd parameters of %zd bytes", count, bytes);
-    return NULL;
-  }
   Launch *launch = (Launch *)type->tp_alloc(type, 0);
   if (launch == NULL)
     return NULL;
@@ -420,62 +271,20 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names)
   memcpy(launch->fixed, fixed, (size_t)bytes);
   for (Py_ssize_t i = 0; i < count; ++i) {
     Place *place = launch->place + i;
-    PyObject *given = PyTuple_GET_ITEM(places, i);
-    if (!PyTuple_Check(given)) {
-      PyErr_SetString(PyExc_TypeError, "a place is a tuple");
-      goto broken;
-    }
-    if (!PyArg_ParseTuple(given, "nn", &place->offset, &place->size))
-      goto broken;
-    if (place->offset < 0 || place->size < 1 || place->size > bytes - place->offset) {
-      PyErr_Format(PyExc_ValueError, "parameter %zd can't be at %zd", i, place->offset);
-      goto broken;
-    }
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptors); ++i) {
-    PyObject *described = PyTuple_GET_ITEM(descriptors, i);
-    if (!PyTuple_Check(described)) {
-      PyErr_SetString(PyExc_TypeError, "a descriptor is a tuple");
-      goto broken;
-    }
-    PyObject *boxes, *of;
-    Slot slot;
-    if (!PyArg_ParseTuple(described, "OO", &boxes, &of) || read_boxes(boxes, bytes, &slot) < 0 ||
-        write_descriptor(&slot, of, launch->fixed) < 0)
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "nn", &place->offset, &place->size))
       goto broken;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
     Slot *slot = launch->slot + i;
-    PyObject *given = PyTuple_GET_ITEM(slots, i);
-    PyObject *place;
     int kind;
-    if (!PyTuple_Check(given)) {
-      PyErr_SetString(PyExc_TypeError, "a slot is a tuple");
-      goto broken;
-    }
-    if (!PyArg_ParseTuple(given, "UnCO", &slot->name, &slot->element, &kind, &place)) {
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(slots, i), "UnCn", &slot->name, &slot->element, &kind,
+                          &slot->offset)) {
       slot->name = NULL;
       goto broken;
     }
     Py_INCREF(slot->name);
     launch->slots = i + 1;
     slot->kind = (Kind)kind;
-    if (kind == DESCRIPTOR) {
-      if (read_boxes(place, bytes, slot) < 0)
-        goto broken;
-      continue;
-    }
-    slot->offset = PyLong_AsSsize_t(place);
-    if (PyErr_Occurred())
-      goto broken;
-    Py_ssize_t size = kind == ADDRESS                      ? (Py_ssize_t)sizeof(CUtensorMap)
-                      : kind == POINTER || kind == INT64 ? 8
-                      : kind == INT32 || kind == FLOAT   ? 4
-                                                         : bytes + 1;
-    if (slot->offset < 0 || slot->offset > bytes - size) {
-      PyErr_Format(PyExc_ValueError, "a slot of kind %c can't be at %zd", kind, slot->offset);
-      goto broken;
-    }
   }
   if (check_sizes(launch) < 0)
     goto broken;
@@ -506,11 +315,10 @@ static PyObject *open_driver(PyObject *Py_UNUSED(module), PyObject *path) {
   driver.get_current = (GetCurrent)dlsym(library, "cuCtxGetCurrent");
   driver.get_error_string = (GetErrorString)dlsym(library, "cuGetErrorString");
   driver.launch = (LaunchKernel)dlsym(library, "cuLaunchKernelEx");
-  driver.encode = (EncodeTiled)dlsym(library, "cuTensorMapEncodeTiled");
   driver.replace_address = (ReplaceAddress)dlsym(library, "cuTensorMapReplaceAddress");
   driver.get_param_info = (GetParamInfo)dlsym(library, "cuFuncGetParamInfo");
   if (driver.get_current == NULL || driver.get_error_string == NULL || driver.launch == NULL ||
-      driver.encode == NULL || driver.replace_address == NULL)
+      driver.replace_address == NULL)
     return PyErr_Format(PyExc_OSError, "%s has no cuLaunchKernelEx or no tensor maps", name);
   Py_RETURN_NONE;
 }
@@ -526,10 +334,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_anyflex_nvidia_launch(void) {
   data_ptr = PyUnicode_InternFromString("data_ptr");
-  base_name = PyUnicode_InternFromString("base");
-  shape_name = PyUnicode_InternFromString("shape");
-  strides_name = PyUnicode_InternFromString("strides");
-  if (data_ptr == NULL || base_name == NULL || shape_name == NULL || strides_name == NULL)
+  if (data_ptr == NULL)
     return NULL;
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL || PyModule_AddType(module, &LaunchType) < 0)

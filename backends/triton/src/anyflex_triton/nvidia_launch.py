@@ -3,17 +3,18 @@
 Triton's launcher takes all arguments as Python objects at each launch, and Triton 3.6 compiles one
 in C for each signature. This one, nvidia_launch.c, is compiled once per machine, into Triton's
 cache, by the compiler that Triton uses, and takes only the arguments that differ from call to
-call. It is optional: where `parameters_of` returns None, Triton launches.
+call. It is optional: Triton launches what it doesn't take.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import PerformanceWarning, free_in_child
-from anyflex_triton.arguments import Boxes, Types, make_context
+from anyflex_triton.arguments import Types, make_context
 
 __all__ = [
     "IS_KNOWN",
@@ -32,7 +33,7 @@ __all__ = [
     "Parameters",
     "launch_module",
     "load_kernel",
-    "parameters_of",
+    "takes",
 ]
 
 IS_KNOWN = triton.__version__.startswith("3.6.")
@@ -48,6 +49,10 @@ _TENSOR_MEMORY = 512
 """Columns of tensor memory that a multiprocessor of Blackwell has."""
 _DESCRIPTOR_BYTES, _ALIGNMENT = 128, 128
 """Size of a descriptor, and alignment of its address, in bytes."""
+_NO_INTERLEAVING, _PROMOTION_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
+"""Values of CUDA's enumerations, for a descriptor."""
+_LIBRARY = "libcuda.so.1"
+"""Name of CUDA's driver."""
 
 _log = logging.getLogger(__name__)
 _made: list[Any] = []
@@ -74,7 +79,7 @@ def _make_module() -> Any | None:
             name="anyflex_nvidia_launch",
             include_dirs=nvidia.include_dirs,
         )
-        module.open_driver("libcuda.so.1")
+        module.open_driver(_LIBRARY)
     except Exception as error:  # noqa: BLE001  calls work without it
         _log.info("the launcher in C can't be made", exc_info=True)
         cure = "It takes a C compiler (CC, gcc or clang) and Python's headers."
@@ -97,16 +102,12 @@ class Launcher:
         launch: function of `nvidia_launch.c` that takes a number of programs, a stream and a
             call's values. It returns False, with nothing launched, where the thread has no context
             of the device.
-        function: the driver's handle of the kernel.
     """
 
-    __slots__ = ("_launch", "function")
+    __slots__ = ("_launch",)
 
-    def __init__(
-        self, launch: Callable[[int, int, Mapping[str, Any]], bool], function: int
-    ) -> None:
+    def __init__(self, launch: Callable[[int, int, Mapping[str, Any]], bool]) -> None:
         self._launch = launch
-        self.function = function
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, Any]) -> None:
         """Run `grid` programs on the current stream of the current device.
@@ -149,146 +150,163 @@ def load_kernel(kernel: Any, device: int) -> int:
         raise OutOfResources(threads, most_threads, "threads")
     if runtime.kernel_load_end_hook is not None:
         runtime.kernel_load_end_hook(module, function, *facts)
+    kernel.module, kernel.function = module, function
     return int(function)
 
 
-def parameters_of(
-    order: tuple[str, ...], types: Mapping[str, Types], metadata: Any,
-    fixed: Collection[str] = (), described: Mapping[str, str] | None = None,
-) -> Parameters | None:  # fmt: skip
-    """Return how a compiled kernel takes its arguments, or None where that isn't known.
+def takes(metadata: Any) -> bool:
+    """Whether this launcher launches a compiled kernel.
 
     Args:
-        order: names of its arguments.
-        types: types of the arguments that aren't constants.
         metadata: the compiler's.
-        fixed: names of the arguments that a launcher is made with. A call gives the others; for a
-            descriptor it gives `Boxes`.
-        described: argument of `FixedArguments`.
     """
-    if (
-        not IS_KNOWN
-        or metadata.target.backend != "cuda"
-        or metadata.num_ctas != 1
-        or metadata.launch_cooperative_grid
-        or metadata.global_scratch_size
-        or metadata.profile_scratch_size
-    ):
-        return None
-    parameters = Parameters()
-    metas = iter(metadata.tensordesc_meta or ())
-    for name in order:
-        kind = types.get(name)
-        if kind is None:
-            continue
-        if isinstance(kind, str) and kind.startswith("tensordesc"):
-            meta = next(metas, None)
-            if meta is None or meta["fp4_padded"]:
-                return None
-            tensor = (described or {}).get(name, name) if name in fixed else None
-            parameters.add_descriptor(name, meta, tensor)
-        elif not parameters.add(name, kind, name in fixed):
-            return None
-    for _ in range(_SCRATCH):
-        parameters.append(struct.pack("Q", 0))
-    return parameters
+    return (
+        IS_KNOWN
+        and metadata.target.backend == "cuda"
+        and metadata.num_ctas == 1
+        and not metadata.launch_cooperative_grid
+        and not metadata.global_scratch_size
+        and not metadata.profile_scratch_size
+        and launch_module() is not None
+    )
 
 
 class Parameters:
     """Parameters of a kernel in their order, with gaps for the values that a launcher or a call
-    fills."""
+    fills.
 
-    def __init__(self) -> None:
+    Args:
+        order: names of the kernel's arguments.
+        types: types of those that aren't constants.
+        metadata: the compiler's.
+        fixed: names of the arguments that a launcher is made with, all descriptors among them. A
+            call gives the others.
+        described: as in `FixedArguments`.
+    """
+
+    def __init__(
+        self, order: tuple[str, ...], types: Mapping[str, Types], metadata: Any,
+        fixed: Collection[str], described: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self._bytes = bytearray()
         self._places: list[tuple[int, int]] = []
         self._fixed: list[tuple[str, int, str, int]] = []
-        self._descriptors: list[tuple[Any, str, str]] = []
-        self._slots: list[tuple[str, int, str, Any]] = []
+        self._descriptors: list[tuple[str, str, Any, tuple[int, int, int]]] = []
+        self._slots: list[tuple[str, int, str, int]] = []
+        metas = iter(metadata.tensordesc_meta or ())
+        for name in order:
+            kind = types.get(name, ())
+            if isinstance(kind, tuple):
+                for element, each in enumerate(kind):
+                    self._add(name, element, each, name in fixed)
+            elif kind.startswith("tensordesc"):
+                self._add_descriptor(name, described.get(name, name), next(metas))
+            else:
+                self._add(name, -1, kind, name in fixed)
+        for _ in range(_SCRATCH):
+            self._append("q")
+        # Slots of one value follow each other, so that its address is read once.
+        self._slots.sort(key=lambda slot: slot[0])
 
-    def append(self, content: bytes) -> int:
+    def _append(self, letter: str, size: int = 0) -> int:
         """Append a parameter, and return its offset."""
-        size = len(content)
+        size = size or struct.calcsize(letter)
         unit = min(size, _ALIGNMENT)
         offset = -(-len(self._bytes) // unit) * unit
-        self._bytes += bytes(offset - len(self._bytes)) + content
+        self._bytes += bytes(offset - len(self._bytes) + size)
         self._places.append((offset, size))
         return offset
 
-    def add(self, name: str, types: Types, is_fixed: bool, element: int = -1) -> bool:
-        """Append an argument, a tuple element by element, and return whether its type is known."""
-        if not isinstance(types, str):
-            return all(self.add(name, each, is_fixed, place) for place, each in enumerate(types))
-        letter = "P" if types.startswith("*") else _NUMBERS.get(types)
-        if letter is None:
-            return False
-        offset = self.append(bytes(struct.calcsize(letter)))
+    def _add(self, name: str, element: int, kind: str, is_fixed: bool) -> None:
+        """Append an argument, or an element of a tuple."""
+        letter = "P" if kind.startswith("*") else _NUMBERS[kind]
+        offset = self._append(letter)
         if is_fixed and letter != "P":
             self._fixed.append((name, element, letter, offset))
         else:
             self._add_slot(name, element, letter, offset)
-        return True
 
-    def add_descriptor(self, name: str, meta: Mapping[str, Any], tensor: str | None) -> None:
+    def _add_descriptor(self, name: str, tensor: str, meta: Mapping[str, Any]) -> None:
         """Append a descriptor, and the numbers that Triton gives a kernel behind it: sizes in 32
-        bits and strides in 64.
-
-        Args:
-            meta: the compiler's.
-            tensor: name of the tensor of a fixed descriptor; None: a call gives `Boxes`.
-        """
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        offset = self.append(bytes(_DESCRIPTOR_BYTES))
-        box = tuple(meta["block_size"])
+        bits and strides in 64."""
+        offset = self._append("", _DESCRIPTOR_BYTES)
         sizes, strides = (
-            min([self.append(bytes(struct.calcsize(letter))) for _ in box]) for letter in "iq"
+            min([self._append(letter) for _ in meta["block_size"]]) for letter in "iq"
         )
-        kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-        place = (offset, sizes, strides, kind, meta["swizzle"], meta["elem_size"], box)
-        if tensor is None:
-            self._add_slot(name, -1, "D", place)
-        else:
-            self._descriptors.append((place, name, tensor))
-            self._add_slot(tensor, -1, "A", offset)
+        self._descriptors.append((name, tensor, meta, (offset, sizes, strides)))
+        self._add_slot(tensor, -1, "A", offset)
 
-    def _add_slot(self, name: str, element: int, kind: str, place: object) -> None:
+    def _add_slot(self, name: str, element: int, kind: str, offset: int) -> None:
         # One object per name: nvidia_launch.c recognizes the same value by it.
-        self._slots.append((sys.intern(name), element, kind, place))
+        self._slots.append((sys.intern(name), element, kind, offset))
 
     def launcher(
-        self,
-        function: int,
-        metadata: Any,
-        fixed: Mapping[str, Any] | None = None,
-        values: Mapping[str, Any] | None = None,
+        self, function: int, metadata: Any, fixed: Mapping[str, Any], values: Mapping[str, Any]
     ) -> Launcher:
         """Return the launcher of a loaded kernel.
 
         Args:
             function: result of `load_kernel`.
             metadata: the compiler's.
-            fixed: argument of `FixedArguments`.
-            values: a call's, for the tensors of fixed descriptors.
+            fixed: as in `FixedArguments`.
+            values: a call's, for the tensors of descriptors.
 
         Raises:
             RuntimeError: the kernel takes other parameters, or the driver refuses a descriptor.
         """
         module = launch_module()
         assert module is not None
-        fixed, values = fixed or {}, values or {}
         content = bytearray(self._bytes)
         for name, element, letter, offset in self._fixed:
             value = fixed[name]
             struct.pack_into(letter, content, offset, value if element < 0 else value[element])
-        descriptors = [
-            (place, Boxes(values[tensor], *fixed[name]))
-            for place, name, tensor in self._descriptors
-        ]
-        # Slots of one value follow each other, so that its address is read once.
-        slots = sorted(self._slots, key=lambda slot: slot[0])
+        for name, tensor, meta, (offset, sizes, strides) in self._descriptors:
+            shape, steps, _ = fixed[name]
+            encoded = _encoded(values[tensor].data_ptr(), shape, steps, meta)
+            content[offset : offset + _DESCRIPTOR_BYTES] = encoded
+            struct.pack_into(f"{len(shape)}i", content, sizes, *shape)
+            struct.pack_into(f"{len(shape)}q", content, strides, *steps)
         launch = module.Launch(
             function, metadata.target.warp_size * metadata.num_warps, metadata.shared,
-            metadata.launch_pdl, bytes(content), tuple(self._places), tuple(descriptors),
-            tuple(slots),
+            metadata.launch_pdl, bytes(content), tuple(self._places), tuple(self._slots),
         )  # fmt: skip
-        return Launcher(launch, function)
+        return Launcher(launch)
+
+
+def _encoded(
+    address: int, shape: Sequence[int], strides: Sequence[int], meta: Mapping[str, Any]
+) -> bytes:
+    """Return a descriptor as Triton encodes it.
+
+    Args:
+        shape, strides: of the tensor, in elements.
+        meta: the compiler's.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    def backwards(kind: Any, numbers: Sequence[int]) -> Any:
+        return (kind * len(numbers))(*reversed(numbers))
+
+    room = ctypes.create_string_buffer(_DESCRIPTOR_BYTES + _ALIGNMENT)
+    begin = -ctypes.addressof(room) % _ALIGNMENT
+    status = ctypes.CDLL(_LIBRARY).cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(room) + begin),
+        TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+        len(shape),
+        ctypes.c_void_p(address),
+        backwards(ctypes.c_uint64, shape),
+        # The last dimension has no stride: its elements are neighbours.
+        backwards(ctypes.c_uint64, [stride * meta["elem_size"] for stride in strides[:-1]]),
+        backwards(ctypes.c_uint32, meta["block_size"]),
+        backwards(ctypes.c_uint32, [1] * len(shape)),
+        _NO_INTERLEAVING,
+        meta["swizzle"],
+        _PROMOTION_TO_128_BYTES,
+        _ZEROS_OUTSIDE,
+    )
+    if status:
+        raise RuntimeError(
+            f"CUDA error {status}, for a descriptor of a tensor of shape {shape} and strides "
+            f"{strides}"
+        )
+    return room.raw[begin : begin + _DESCRIPTOR_BYTES]

@@ -5,6 +5,7 @@ each answer. Here types state the class once, so that a new length or stride nev
 
 A launch goes one of three ways: Triton's interpreter, Triton's launcher (`triton_launch`), or, on
 NVIDIA's GPUs, this package's launcher in C (`nvidia_launch`), which takes less of the host's time.
+`launch` chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from anyflex_triton import nvidia_launch
 from anyflex_triton.arguments import Types, enter_device
 from anyflex_triton.compiled_files import CompiledFiles, kernel_name, module_of
 from anyflex_triton.nvidia_launch import Launcher, Parameters
-from anyflex_triton.triton_launch import hooked, interpret, launch_kernel, load_kernel
+from anyflex_triton.triton_launch import interpret, launch_kernel, load_kernel, make_launcher
 from anyflex_triton.warm_up import current_target
 
 __all__ = ["INTERPRETED", "Options", "Program", "Source", "TellsFrontEnd"]
@@ -118,15 +119,10 @@ class Program:
         self._files = files
         self._ahead: Any = None
         self._compiled: dict[int | None, Any] = {}
-        self._launchers: dict[int | None, Launcher] = {}
+        self._functions: dict[int | None, int] = {}
         self._laid_out: dict[object, Parameters] = {}
         self._lock = threading.Lock()
         free_in_child(self)
-        named = set(self.types) | set(self.constants)
-        if named != set(function.arg_names):
-            raise TypeError(
-                f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
-            )
         self.order = tuple(function.arg_names)
         # Constants come last, except those that stand for an argument that other kernels have.
         count = len(self.order)
@@ -137,7 +133,7 @@ class Program:
         # itemgetter returns a tuple, because every kernel has at least two arguments that aren't
         # constants.
         self._ordered = itemgetter(*self.order[:count])
-        # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
+        # Encoding a descriptor needs a context, and happens before a launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
     def source(self) -> Any:
@@ -243,55 +239,51 @@ class Program:
             options = replace(options, num_stages=options.num_stages - 1)
             self.gives_up_stages = True
             found = self._translate(target, options)
-        parameters = self._parameters(found)
-        if parameters is None:
+        files = None if torch.version.cuda is None else self._files
+        if files is not None:
+            files.keep_module(module_of(driver.active.utils.load_binary))
+        if not nvidia_launch.takes(found.metadata):
             load_kernel(found)
-        else:
-            function = nvidia_launch.load_kernel(found, device)
-            self._launchers[device] = parameters.launcher(function, found.metadata)
-        if self._files is not None and torch.version.cuda is not None:
-            self._files.keep_module(module_of(driver.active.utils.load_binary))
-            if parameters is None:
-                self._files.keep_launcher(self._name(target, options), found.run)
-            else:
-                self._files.keep_module(nvidia_launch.launch_module())
+            return found
+        self._functions[device] = nvidia_launch.load_kernel(found, device)
+        if files is not None:
+            files.keep_module(nvidia_launch.launch_module())
         return found
 
-    def _parameters(self, kernel: Any, *fixed: Any) -> Parameters | None:
-        """Return how the launcher in C gives the kernel its arguments, or None where Triton's
-        launcher is used."""
-        parameters = nvidia_launch.parameters_of(self.order, self.types, kernel.metadata, *fixed)
-        return None if parameters is None or nvidia_launch.launch_module() is None else parameters
-
-    def fixed_launcher(
+    def launcher(
         self,
-        device: int | None,
+        device: torch.device,
         fixed: Mapping[str, Any],
         described: Mapping[str, str],
         values: Mapping[str, Any],
     ) -> Launcher | None:
         """Return a launcher that bypasses Triton's, with some values laid out; None where Triton's
-        launcher is used or the kernel isn't compiled.
+        launcher or its interpreter is used. Compiles for the current device, if need be.
 
         Args:
             fixed, described: as in `FixedArguments`.
-            values: a call's, for the tensors of fixed descriptors.
+            values: a call's, for the tensors of descriptors.
         """
-        launcher = self._launchers.get(device)
-        if launcher is None:
+        # CPU tensors stand in for an absent device's, or are interpreted.
+        if INTERPRETED or device.type == "cpu":
             return None
-        kernel = self._compiled[device]
+        metadata = self.compile(device.index).metadata
+        function = self._functions.get(device.index)
+        if function is None:
+            return None
         # A growing KV cache makes a launcher for each length, with the same parameters.
         key = (tuple(fixed), *described.items())
         parameters = self._laid_out.get(key)
         if parameters is None:
-            parameters = self._parameters(kernel, fixed, described)
-            assert parameters is not None, "there were some with nothing fixed"
+            parameters = Parameters(self.order, self.types, metadata, fixed, described)
             self._laid_out[key] = parameters
-        return parameters.launcher(launcher.function, kernel.metadata, fixed, values)
+        if self._needs_context:
+            enter_device(device)
+        return parameters.launcher(function, metadata, fixed, values)
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
-        """Run `grid` programs on the current stream of the current device.
+        """Run `grid` programs on the current stream of the current device, in Triton's interpreter
+        or by Triton's launcher.
 
         Args:
             values: all arguments that aren't constants; it may also have those of other kernels.
@@ -300,13 +292,8 @@ class Program:
             interpret(self.function, grid, self._in_order(values), self.options.keywords())
             return
         kernel = self.compile(device.index)
-        launcher = self._launchers.get(device.index)
-        if launcher is not None:
-            if not hooked():
-                launcher.launch(grid, device, values)
-                return
-            # The kernel was loaded without Triton's launcher.
-            load_kernel(kernel)
+        if device.index in self._functions:
+            make_launcher(kernel)
         if self._needs_context:
             enter_device(device)
         launch_kernel(kernel, grid, self._in_order(values))

@@ -11,7 +11,7 @@ from triton.runtime import driver
 
 from anyflex.plugin import free_in_child
 
-__all__ = ["hooked", "interpret", "launch_kernel", "load_kernel"]
+__all__ = ["hooked", "interpret", "launch_kernel", "load_kernel", "make_launcher"]
 
 _loading = threading.RLock()
 """Serializes loading. Up to Triton 3.6 every launcher is an extension module of the same name:
@@ -27,6 +27,14 @@ def load_kernel(kernel: Any) -> None:
     """Load a compiled kernel on the current device, and make Triton's launcher for it."""
     with _loading:
         kernel.run  # noqa: B018
+
+
+def make_launcher(kernel: Any) -> None:
+    """Make Triton's launcher for a kernel that `nvidia_launch` has loaded. Reading ``run`` would
+    load it again."""
+    with _loading:
+        if kernel._run is None:
+            kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def launch_kernel(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
