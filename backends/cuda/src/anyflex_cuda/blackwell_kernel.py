@@ -70,20 +70,8 @@ class BlackwellKernel(TritonKernel):
         return self._blackwell.kept_fit(call, self._fit_of)
 
     def _fit_of(self, call: Call) -> Fit | None:
-        query, key, value = call.query, call.key, call.value
-        return fit_of(
-            self._blackwell,
-            BLOCK_M,
-            self._tiles.block_n,
-            boxes_for(self._tiles, self.spec),
-            query.device,
-            query.shape,
-            query.stride(),
-            key.shape,
-            key.stride(),
-            value.shape,
-            value.stride(),
-        )
+        tiles = self._tiles
+        return fit_of(self._blackwell, BLOCK_M, tiles.block_n, boxes_for(tiles, self.spec), call)
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]

@@ -13,7 +13,7 @@ import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, forward_call
-from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
+from anyflex_cuda.forward_call import DESCRIBED, OUTS, layouts_of
 from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
@@ -105,31 +105,24 @@ def refused_decode_spec(spec: Spec) -> str | None:
     return None
 
 
-def refused_decode(
-    spec: Spec, tiles: DecodeTiles, query: Lengths, key: Lengths, mask: Lengths | None
-) -> str | None:
+def refused_decode(spec: Spec, tiles: DecodeTiles, call: Call) -> str | None:
     """Return why a call takes the portable kernel although its spec doesn't have to and TMA loads
-    its tensors, or None.
-
-    Args:
-        query, key: shapes.
-        mask: result of `mask_shape`.
-    """
-    if mask is not None and mask[1] > 1:
+    its tensors, or None."""
+    if call.mask is not None and call.mask.shape[1] > 1:
         return "each head has a mask of its own, and its tile is of all that share a key head"
-    if _units(query, key) * _most_steps(spec, tiles, key) >= 1 << 31:
+    if _units(call) * _most_steps(spec, tiles, call) >= 1 << 31:
         return "more steps than 32 bits count"
     return None
 
 
-def _units(query: Lengths, key: Lengths) -> int:
+def _units(call: Call) -> int:
     """Return the number of units: KV heads of all batch entries."""
-    return query[0] * key[1]
+    return call.query.shape[0] * call.key.shape[1]
 
 
-def _most_steps(spec: Spec, tiles: DecodeTiles, key: Lengths) -> int:
+def _most_steps(spec: Spec, tiles: DecodeTiles, call: Call) -> int:
     """Return the maximum number of a unit's steps, before the mask is read."""
-    keys = key[2]
+    keys = call.key.shape[2]
     steps = -(-keys // tiles.block_n)
     if spec.mask_kind == "runs" and spec.block_size[1] % tiles.block_n:
         # Each run may end within a step, which adds one.
@@ -161,33 +154,24 @@ class DecodeFit(NamedTuple):
     fixed: Callable[[Layout], FixedArguments]
 
 
-def decode_fit_of(
-    made: GluonPrograms, tiles: DecodeTiles, device: torch.device, query: Lengths,
-    q_strides: Lengths, key: Lengths, k_strides: Lengths, value: Lengths, v_strides: Lengths,
-    mask: Lengths | None,
-) -> DecodeFit | None:  # fmt: skip
+def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> DecodeFit | None:
     """Return a call's `DecodeFit`, or None where `refused_decode` refuses it, or
-    `forward_call.refusal` does for a reason other than alignment of pointers.
-
-    Args:
-        query, key, value: shapes.
-        mask: result of `mask_shape`.
-    """
+    `forward_call.refusal` does for a reason other than alignment of pointers."""
     spec = made.spec
     size = spec.dtype.itemsize
-    layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
-    if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
+    layouts = layouts_of(call)
+    if not all(has_boxes(shape, strides, size) for shape, strides in layouts.values()):
         return None
-    if refused_decode(spec, tiles, query, key, mask) is not None:
+    if refused_decode(spec, tiles, call) is not None:
         return None
-    batch, heads, length, _ = query
-    keys = key[2]
-    units, most = _units(query, key), _most_steps(spec, tiles, key)
+    batch, heads, length, _ = call.query.shape
+    kv_heads, keys = call.key.shape[1:3]
+    units, most = _units(call), _most_steps(spec, tiles, call)
     plan, even = decode_steps.NONE.value, keys % tiles.block_n == 0
-    if mask is not None:
-        plan = decode_steps.EACH.value if mask[0] > 1 else decode_steps.ALL.value
+    if call.mask is not None:
+        plan = decode_steps.EACH.value if call.mask.shape[0] > 1 else decode_steps.ALL.value
         even = even and spec.block_size[1] % tiles.block_n == 0
-    room = forward_call.cores(device) * tiles.programs
+    room = forward_call.cores(call.query.device) * tiles.programs
     programs = max(1, min(room, units * most // -(-_LEAST_SHARE // tiles.block_n)))
     groups = 1
     if plan != decode_steps.EACH.value:
@@ -195,22 +179,22 @@ def decode_fit_of(
         groups = math.gcd(programs, units)
     # Maximum number of a unit's parts. Where batch entries have their own step counts, one of them
     # may have nearly all steps.
-    sharing = key[1] if plan == decode_steps.EACH.value else units
+    sharing = kv_heads if plan == decode_steps.EACH.value else units
     parts = programs // sharing + (0 if groups == units else 2)
-    unit_rows = heads // key[1] * length
+    unit_rows = heads // kv_heads * length
     floats = (programs + units) * unit_rows * (spec.value_head_dim + 3)
     # Counts come first: see `decode_steps.counts_floats`.
     workspace = [TensorSpec((-(-units // 2) * 4 + floats,), torch.float32)]
     boxes = _boxes(spec, tiles)
     values: dict[str, object] = {
-        "k_desc": boxes_of(key, k_strides, size, boxes["k_desc"]),
-        "v_desc": boxes_of(value, v_strides, size, boxes["v_desc"]),
-        "q_strides": layout_like(query, q_strides, size, BYTES).strides[:3],
-        "k_strides": k_strides[:3],
-        "v_strides": v_strides[:3],
+        "k_desc": boxes_of(*layouts["key"], size, boxes["k_desc"]),
+        "v_desc": boxes_of(*layouts["value"], size, boxes["v_desc"]),
+        "q_strides": layout_like(*layouts["query"], size, BYTES).strides[:3],
+        "k_strides": call.key.stride()[:3],
+        "v_strides": call.value.stride()[:3],
         "batch": batch,
         "heads": heads,
-        "kv_heads": key[1],
+        "kv_heads": kv_heads,
         "q_length": length,
         "kv_length": keys,
         "unit_steps": most,
@@ -219,8 +203,8 @@ def decode_fit_of(
         "groups": groups,
         "mark": _MARK,
     }
-    if mask is not None:
-        entries = mask[0]
+    if call.mask is not None:
+        entries = call.mask.shape[0]
         workspace.append(TensorSpec((entries + 1 + entries * most * 2,), torch.int32))
         values["entries"] = entries
     return DecodeFit(

@@ -40,6 +40,7 @@ __all__ = [
     "fit_of",
     "launch_boxed",
     "launch_forward",
+    "layouts_of",
     "parts_of",
     "program_for",
     "refusal",
@@ -142,14 +143,10 @@ def small_tiles_for(spec: Spec) -> Tiles:
     return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, False, 1, True, (240, 24))
 
 
-def tiles_at_once(query: Lengths, device: torch.device) -> bool:
-    """Return whether there is a multiprocessor for each tile of one consumer.
-
-    Args:
-        query: shape of the query.
-    """
-    batch, heads, length, _ = query
-    return -(-length // _ROWS) * batch * heads <= cores(device)
+def tiles_at_once(call: Call) -> bool:
+    """Return whether there is a multiprocessor for each tile of one consumer."""
+    batch, heads, length, _ = call.query.shape
+    return -(-length // _ROWS) * batch * heads <= cores(call.query.device)
 
 
 def refusal(call: Call) -> str | None:
@@ -327,34 +324,35 @@ class Fit(NamedTuple):
     ready: dict[object, tuple[Program, FixedArguments]]
 
 
+def layouts_of(call: Call) -> dict[str, tuple[Lengths, Lengths]]:
+    """Return shape and strides of query, key and value."""
+    return {
+        name: (tensor.shape, tensor.stride())
+        for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value))
+    }
+
+
 def fit_of(
-    made: GluonPrograms, block_m: int, block_n: int, boxes: Mapping[str, tuple[int, ...]],
-    device: torch.device, query: Lengths, q_strides: Lengths, key: Lengths, k_strides: Lengths,
-    value: Lengths, v_strides: Lengths,
-) -> Fit | None:  # fmt: skip
+    made: GluonPrograms, block_m: int, block_n: int, boxes: Mapping[str, Lengths], call: Call
+) -> Fit | None:
     """Return a call's `Fit`, or None where `refusal` refuses it for a reason other than alignment
     of pointers.
 
     Args:
         block_m, block_n: query rows of a tile, keys of a step.
         boxes: from `boxes_for`.
-        query, key, value: shapes.
     """
     spec = made.spec
     size = spec.dtype.itemsize
-    layouts = {
-        "query": (query, q_strides), "key": (key, k_strides), "value": (value, v_strides),
-    }  # fmt: skip
+    layouts = layouts_of(call)
     if not all(has_boxes(shape, strides, size) for shape, strides in layouts.values()):
         return None
-    batch, heads, length, _ = query
-    keys = key[2]
+    batch, heads, length, _ = call.query.shape
+    keys = call.key.shape[2]
     count = -(-length // block_m)
-    programs = min(count * batch * heads, cores(device))
+    programs = min(count * batch * heads, cores(call.query.device))
     values: dict[str, object] = {
-        "q_strides": q_strides[:3],
-        "k_strides": k_strides[:3],
-        "v_strides": v_strides[:3],
+        **{f"{name[0]}_strides": strides[:3] for name, (_, strides) in layouts.items()},
         "batch_heads": batch * heads,
         "heads": heads,
         "q_length": length,
@@ -365,7 +363,7 @@ def fit_of(
     for tensor, (shape, strides) in layouts.items():
         for name in _descriptors_of(tensor, boxes):
             values[name] = boxes_of(shape, strides, size, boxes[name])
-    out = (batch, heads, length, value[3])
+    out = (batch, heads, length, call.value.shape[3])
     return Fit(
         programs,
         block_m,

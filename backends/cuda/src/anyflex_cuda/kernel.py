@@ -3,10 +3,9 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal
-from weakref import ref
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
@@ -50,17 +49,12 @@ from anyflex_triton.building import (
     cut,
     integer_specs,
     launch_all,
-    mask_shape,
 )
 
 __all__ = ["CudaKernel"]
 
 _SHAPES = 1024
 """Size of a spec's LRU cache of backward's workspaces, in call shapes."""
-
-
-def _nobody() -> None:
-    """Stand in for a weak reference to a call that is gone."""
 
 
 class CudaKernel(TritonKernel):
@@ -101,7 +95,6 @@ class CudaKernel(TritonKernel):
         self._hopper = GluonPrograms(
             spec, source, {**overrides, "fast_tanh": self._fast_tanh}, files
         )
-        self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 
     def describe(self, call: Call) -> str:
@@ -134,13 +127,7 @@ class CudaKernel(TritonKernel):
             return (
                 self._refused_decode
                 or refusal(call)
-                or refused_decode(
-                    self.spec,
-                    self._decode_tiles,
-                    call.query.shape,
-                    call.key.shape,
-                    mask_shape(call),
-                )
+                or refused_decode(self.spec, self._decode_tiles, call)
             )
         return self._refused or refusal(call)
 
@@ -152,21 +139,15 @@ class CudaKernel(TritonKernel):
         return self._hopper.kept_fit(call, self._fit_of)
 
     def _fit_of(self, call: Call) -> Fit | DecodeFit | None:
-        device = call.query.device
-        query, key, value = call.query.shape, call.key.shape, call.value.shape
-        mask = mask_shape(call)
-        layouts = (
-            query, call.query.stride(), key, call.key.stride(), value, call.value.stride(),
-        )  # fmt: skip
-        if self._decodes_rows(query[2], mask):
+        if self._decodes(call):
             if self._refused_decode is not None:
                 return None
-            return decode_fit_of(self._hopper, self._decode_tiles, device, *layouts, mask)
+            return decode_fit_of(self._hopper, self._decode_tiles, call)
         if self._refused is not None:
             return None
-        tiles = self._small_tiles if tiles_at_once(query, device) else self._tiles
+        tiles = self._small_tiles if tiles_at_once(call) else self._tiles
         boxes = boxes_for(tiles, self.spec)
-        return fit_of(self._hopper, tiles.block_m, tiles.block_n, boxes, device, *layouts)
+        return fit_of(self._hopper, tiles.block_m, tiles.block_n, boxes, call)
 
     def _tiles_of(self, fit: Fit) -> Tiles:
         small = self._small_tiles
@@ -174,15 +155,9 @@ class CudaKernel(TritonKernel):
 
     def _refused_backward_of(self, call: Call) -> str | None:
         """Return why backward takes the portable kernels, or None."""
-        # `workspace` asks first, then `backward` for the same call. The two values are one tuple
-        # because threads may do so at once.
-        last, reason = self._last_backward
-        if last() is call:
-            return reason
         reason = self._refused_backward or refusal(call)
         if reason is None and self._fast_tanh and self._refused_forward(call) is not None:
             reason = "forward is portable, and its tanh exact"
-        self._last_backward = (ref(call), reason)
         return reason
 
     def workspace(

@@ -37,7 +37,7 @@ from anyflex_triton.backward_call import (
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.deterministic_captured_grads import integer_specs
-from anyflex_triton.forward_call import NeededNext, compile_with_next, mask_shape
+from anyflex_triton.forward_call import NeededNext, compile_with_next
 from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel import TritonKernel, cut
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
@@ -102,7 +102,6 @@ __all__ = [
     "load_module",
     "mask_rows",
     "mask_scores_source",
-    "mask_shape",
     "or_else",
     "padded",
     "pointer_type",

@@ -37,7 +37,6 @@ __all__ = [
     "compile_with_next",
     "launch_decode",
     "launch_prefill",
-    "mask_shape",
     "packed_heads",
     "splits_of",
 ]
@@ -52,19 +51,10 @@ _LEAST_SPLIT = 256
 """Minimum number of keys of a split; a shorter one isn't worth combining."""
 
 
-def packed_heads(spec: Spec, mask: tuple[int, ...] | None) -> int:
+def packed_heads(spec: Spec, call: Call) -> int:
     """Return the number of query heads that share the rows of a decoding tile: all of a KV head,
-    if their rows of blocks are the same.
-
-    Args:
-        mask: result of `mask_shape`.
-    """
-    return spec.gqa_ratio if mask is None or mask[1] == 1 else 1
-
-
-def mask_shape(call: Call) -> tuple[int, ...] | None:
-    """Return the shape of the mask's offsets, or None."""
-    return None if call.mask is None else call.mask.shape
+    if their rows of blocks are the same."""
+    return spec.gqa_ratio if call.mask is None or call.mask.shape[1] == 1 else 1
 
 
 class Splits(NamedTuple):
@@ -82,25 +72,13 @@ class Splits(NamedTuple):
     size: int
 
 
-def splits_of(
-    spec: Spec,
-    device: torch.device,
-    query: tuple[int, ...],
-    keys: int,
-    mask: tuple[int, ...] | None,
-) -> Splits:
-    """Return the splits of decoding calls.
-
-    Args:
-        query: shape of query.
-        keys: number of keys.
-        mask: result of `mask_shape`.
-    """
-    batch, heads, length, _ = query
-    units = batch * (heads // packed_heads(spec, mask))
+def splits_of(spec: Spec, call: Call) -> Splits:
+    """Return the splits of a decoding call."""
+    batch, heads, length = call.query.shape[:3]
+    units = batch * (heads // packed_heads(spec, call))
     # Rounded down: a last wave of few programs costs more than multiprocessors with one program.
-    wanted = _PROGRAMS_A_CORE * _cores(device) // max(units, 1)
-    number = max(1, min(wanted, keys // _LEAST_SPLIT))
+    wanted = _PROGRAMS_A_CORE * _cores(call.query.device) // max(units, 1)
+    number = max(1, min(wanted, call.key.shape[2] // _LEAST_SPLIT))
     parts = batch * heads * length * number
     values = parts * spec.value_head_dim
     return Splits(number, values, values + parts * 3)
@@ -259,7 +237,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     spec = made.spec
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
-    packed = packed_heads(spec, mask_shape(call))
+    packed = packed_heads(spec, call)
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     described = made.own_describer(call.key, call.value)
@@ -285,7 +263,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
         config.options,
         layouts,
     )
-    splits = splits_of(spec, call.query.device, call.query.shape, keys, mask_shape(call))
+    splits = splits_of(spec, call)
     pieces = -(-max(keys, 1) // config.block_n)
     values = {
         **strides_of(layouts),
@@ -339,9 +317,7 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
         overlapping(Options(4, 1), made.overlaps),
     )
     batch, heads, length = call.query.shape[:3]
-    splits = splits_of(
-        spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
-    )
+    splits = splits_of(spec, call)
     values = {
         "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
         "q_length": length, "splits": splits.number,

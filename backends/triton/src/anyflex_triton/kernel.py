@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from anyflex_triton.deterministic_captured_grads import integer_specs, repeatabl
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,
-    mask_shape,
     packed_heads,
     splits_of,
 )
@@ -42,8 +40,6 @@ __all__ = ["TritonKernel", "cut"]
 
 _SHORT_ROWS = 64
 """Calls with at most this many query rows per KV head use the decode kernel."""
-_SHAPES = 1024
-"""LRU size of the workspace-shape cache, in call shapes."""
 
 
 class TritonKernel(Kernel):
@@ -69,8 +65,6 @@ class TritonKernel(Kernel):
     ) -> None:
         self.spec = spec
         self._made = Programs(spec, source, target, overrides, tuner, files)
-        self._saved = lru_cache(_SHAPES)(self._saved_outputs)
-        self._split_specs = lru_cache(_SHAPES)(self._split_specs_of)
 
     def describe(self, call: Call) -> str:
         """Return ``decode splits=8`` or ``prefill 128x64``. Under autotuning it also tells whether
@@ -83,37 +77,27 @@ class TritonKernel(Kernel):
         state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
         products = " tf32" if made.in_tf32 else ""
         if decodes:
-            splits = splits_of(
-                self.spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
-            )
-            return f"decode splits={splits.number}{products}{state}"
+            number = splits_of(self.spec, call).number
+            return f"decode splits={number}{products}{state}"
         config = tuned or made.config("forward")
         return f"prefill {config.block_m}x{config.block_n}{products}{state}"
 
     def _decodes(self, call: Call) -> bool:
-        return self._decodes_rows(call.query.shape[2], mask_shape(call))
-
-    def _decodes_rows(self, length: int, mask: tuple[int, ...] | None) -> bool:
-        """Whether calls with `length` query rows and masks of this `mask_shape` are decoded."""
-        if not 0 < length <= _SHORT_ROWS:
+        length = call.query.shape[2]
+        if not 0 < length * packed_heads(self.spec, call) <= _SHORT_ROWS:
             return False
-        if packed_heads(self.spec, mask) * length > _SHORT_ROWS:
-            return False
-        return mask is None or length <= self.spec.block_size[0]
+        return call.mask is None or length <= self.spec.block_size[0]
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
         """Return the rounding residual of out, if any, which backward's delta needs, and each
         row's row_max and row_sum, which weights of rows with huge scores need."""
-        return self._saved(call.query.shape)
-
-    def _saved_outputs(self, query: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        spec = self.spec
+        spec, rows = self.spec, call.query.shape[:3]
         if not spec.needs_backward:
             return ()
-        tops = TensorSpec((*query[:3], 2), torch.float32)
+        tops = TensorSpec((*rows, 2), torch.float32)
         if spec.dtype is torch.float32:
             return (tops,)
-        return (TensorSpec((*query[:3], spec.value_head_dim), spec.dtype), tops)
+        return (TensorSpec((*rows, spec.value_head_dim), spec.dtype), tops)
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
@@ -133,25 +117,16 @@ class TritonKernel(Kernel):
                 *self._finer_specs(call, "queries"),
                 *integer_specs(self._made, call),
             )
-        split_specs = self._split_specs(
-            call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
-        )
-        return finer_specs(self._made, call, "forward") if split_specs is None else split_specs
-
-    def _split_specs_of(
-        self,
-        device: torch.device,
-        query: tuple[int, ...],
-        keys: int,
-        mask: tuple[int, ...] | None,
-    ) -> tuple[TensorSpec, ...] | None:
-        """Return the workspace of the splits' weighted values and sums, or None where calls with
-        this query shape, number of keys and `mask_shape` aren't decoded."""
-        if not self._decodes_rows(query[2], mask):
-            return None
-        splits = splits_of(self.spec, device, query, keys, mask)
-        # One tensor, because an allocation takes some microseconds of the host's time.
-        return (TensorSpec((splits.size,), torch.float32),)
+        if not self._decodes(call):
+            return finer_specs(self._made, call, "forward")
+        # Decoding calls repeat token by token and layer by layer. One tensor, because an
+        # allocation takes some microseconds of the host's time.
+        key = "anyflex_triton.splits"
+        specs: tuple[TensorSpec, ...] | None = self._made.kept(call, key)
+        if specs is None:
+            size = splits_of(self.spec, call).size
+            specs = self._made.keep(call, key, (TensorSpec((size,), torch.float32),))
+        return specs
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """Return `finer_specs` of a kernel, if the spec's gradients need it."""
