@@ -32,7 +32,7 @@ from triton.runtime.cache import get_cache_manager
 
 from anyflex.plugin import Artifacts
 
-__all__ = ["CompiledFiles", "kernel_name", "module_of"]
+__all__ = ["CompiledFiles", "kernel_name"]
 
 _ABI = sysconfig.get_config_var("SOABI") or "unknown"
 """Python's ABI, which C modules are built for."""
@@ -63,7 +63,6 @@ class CompiledFiles:
         kept = None if _compiler_is_changed() else self._artifacts.get(name)
         if kept is None:
             return None
-        self._give_module(_launcher_name(name))
         key, group = _put_back(kept)
         return CompiledKernel(source(), group, key)
 
@@ -72,39 +71,24 @@ class CompiledFiles:
         if not _compiler_is_changed():
             self._artifacts.put(name, _packed(compiled.hash, _files_of(compiled)))
 
-    def keep_launcher(self, name: str, launcher: Any) -> None:
-        """Store the C module of Triton's own launcher for a kernel, if it has one.
-
-        Args:
-            name: of the kernel.
-            launcher: the compiled kernel's ``run``.
-        """
-        module = module_of(getattr(launcher, "launch", None))
-        if module is not None:
-            self._keep_module(_launcher_name(name), module)
-
     def give_modules(self) -> None:
         """Put the modules that each process needs into Triton's cache."""
         for name in _MODULES:
-            self._give_module(_module_name(name), _key_here(name))
+            kept = self._artifacts.get(_module_name(name))
+            if kept is None:
+                continue
+            key, files = _unpacked(kept)
+            for each in {key, _key_here(name) or key}:
+                manager = get_cache_manager(each)
+                for file, content in files.items():
+                    if manager.get_file(file) is None:
+                        manager.put(content, file)
 
     def keep_module(self, module: ModuleType | None) -> None:
-        """Store one of the modules that each process needs."""
-        if module is not None and module.__name__ in _MODULES:
-            self._keep_module(_module_name(module.__name__), module)
-
-    def _give_module(self, name: str, key_here: str | None = None) -> None:
-        kept = self._artifacts.get(name)
-        if kept is None:
+        """Store one of the modules that each process needs; ignore others."""
+        if module is None or module.__name__ not in _MODULES:
             return
-        key, files = _unpacked(kept)
-        for each in {key, key_here or key}:
-            manager = get_cache_manager(each)
-            for file, content in files.items():
-                if manager.get_file(file) is None:
-                    manager.put(content, file)
-
-    def _keep_module(self, name: str, module: ModuleType) -> None:
+        name = _module_name(module.__name__)
         if self._artifacts.get(name) is not None:
             return
         path = Path(str(module.__file__))
@@ -131,20 +115,6 @@ def _key_here(name: str) -> str | None:
     if platform_key is None or not source.is_file():
         return None
     return hashlib.sha256((source.read_text() + platform_key()).encode()).hexdigest()
-
-
-def module_of(function: Any) -> ModuleType | None:
-    """Return the C module that a function, or one in its closure, belongs to; None for other
-    functions."""
-    for each in (function, *(cell.cell_contents for cell in _cells(function))):
-        module = getattr(each, "__self__", None)
-        if isinstance(module, ModuleType) and getattr(module, "__file__", None):
-            return module
-    return None
-
-
-def _cells(function: Any) -> tuple[Any, ...]:
-    return getattr(function, "__closure__", None) or ()
 
 
 def _compiler_is_changed() -> bool:
@@ -177,10 +147,6 @@ def kernel_name(*facts: object) -> str:
 
 def _module_name(name: str) -> str:
     return f"module-{name}-{_ABI}.zip"
-
-
-def _launcher_name(kernel: str) -> str:
-    return f"launcher-{_ABI}-{kernel}"
 
 
 def _files_of(compiled: Any) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from triton.runtime import driver
 from anyflex.plugin import free_in_child
 from anyflex_triton import nvidia_launch
 from anyflex_triton.arguments import Types, enter_device
-from anyflex_triton.compiled_files import CompiledFiles, kernel_name, module_of
+from anyflex_triton.compiled_files import CompiledFiles, kernel_name
 from anyflex_triton.nvidia_launch import Launcher, Parameters
 from anyflex_triton.triton_launch import interpret, launch_kernel, load_kernel, make_launcher
 from anyflex_triton.warm_up import current_target
@@ -241,7 +241,7 @@ class Program:
             found = self._translate(target, options)
         files = None if torch.version.cuda is None else self._files
         if files is not None:
-            files.keep_module(module_of(driver.active.utils.load_binary))
+            files.keep_module(getattr(driver.active.utils.load_binary, "__self__", None))
         if not nvidia_launch.takes(found.metadata):
             load_kernel(found)
             return found
