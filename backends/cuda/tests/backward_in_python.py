@@ -20,7 +20,7 @@ from gluon_in_python import in_numpy, mod_in_python, run_kernel
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import Accepted, Decision, Kernel, Spec, isolated, register
+from anyflex.plugin import Accepted, Decision, Kernel, isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import (
     forward_call,
@@ -37,7 +37,7 @@ from anyflex_cuda import (
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import tiles
-from anyflex_triton.building import Program
+from anyflex_triton.building import KernelInputs, Program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
 from interpreting import hasten
@@ -192,11 +192,10 @@ class InPython(CudaBackend):
     def target(self) -> Any:
         return "interpreter"
 
-    def kernel(self, spec: Spec, source: str, target: Any, tuner: Any, files: Any) -> Kernel:
-        options = dict(spec.options)
-        if not options.get("hopper", True):
-            return super().kernel(spec, source, target, tuner, files)
-        return kernel.CudaKernel(spec, source, target, options, tuner)
+    def kernel(self, given: KernelInputs) -> Kernel:
+        if not given.overrides.get("hopper", True):
+            return super().kernel(given)
+        return kernel.CudaKernel(given._replace(files=None))
 
 
 def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
     """Compile the kernel of a class of calls, and return facts about its code."""
     spec = spec_of(name, dim, dtype)
     source = write_source(spec)
-    made = GluonPrograms(spec, source, {})
+    made = GluonPrograms(spec, source)
     functions = functions_of(spec, source, even)
     mods, wanted = Mods.of(None, functions), (True, rest, rest)
     program = program_for(made, tiles_for(spec), mods, even, wanted)

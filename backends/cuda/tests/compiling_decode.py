@@ -35,7 +35,7 @@ def decode_of(
 ) -> Program:
     """Return the program of a class of calls."""
     source = write_source(spec)
-    made = GluonPrograms(spec, source, {})
+    made = GluonPrograms(spec, source)
     functions = vars(
         load_module(source_for(gluon_source(source), within=within, coarse=True, sums="floats"))
     )

@@ -56,7 +56,7 @@ def functions_of(spec: Spec, source: str, even: bool) -> dict[str, Any]:
 def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and return facts about its code."""
     source = write_source(spec)
-    made = GluonPrograms(spec, source, {})
+    made = GluonPrograms(spec, source)
     functions = functions_of(spec, source, even)
     mods, wanted = Mods.of(None, functions), (True, False, rest)
     program = program_for(made, tiles, mods, even, wanted)

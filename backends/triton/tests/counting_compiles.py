@@ -32,9 +32,9 @@ class Hopper(TritonBackend):
     def target(self) -> Target:
         return "hopper"
 
-    def kernel(self, spec: Any, source: str, target: Target, tuner: Any, files: Any) -> Any:
+    def kernel(self, given: Any) -> Any:
         # Kernels among the spec's artifacts would not be asked for.
-        return super().kernel(spec, source, target, tuner, None)
+        return super().kernel(given._replace(files=None))
 
 
 compile_for = triton.compile

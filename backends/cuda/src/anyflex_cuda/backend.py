@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
+from anyflex.plugin import Decision, Kernel, Option, Rejected
 from anyflex_cuda.blackwell_opt_in import VARIABLE, blackwell_refused, unread_value
 from anyflex_triton import TritonBackend, checksum_of, untried_triton
 
 if TYPE_CHECKING:
-    from anyflex_triton.building import CompiledFiles, Target, Tuner
+    from anyflex_triton.building import KernelInputs
 
 __all__ = ["CudaBackend"]
 
@@ -68,31 +68,26 @@ class CudaBackend(TritonBackend):
         """Return checksums of the portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
 
-    def kernel(
-        self, spec: Spec, source: str, target: Target, tuner: Tuner | None, files: CompiledFiles
-    ) -> Kernel:
+    def kernel(self, given: KernelInputs) -> Kernel:
         """Return Hopper's kernels with the portable ones on a Hopper, Blackwell's forward with
         them on a Blackwell where the user opts in, else the portable ones. Gluon is imported only
         where its kernels may be taken, from a version of Triton that was tried."""
         import triton
 
-        if target not in ("hopper", "blackwell"):
-            return super().kernel(spec, source, target, tuner, files)
-        options = dict(spec.options)
-        whose = "Hopper's" if target == "hopper" else "Blackwell's"
+        if given.target not in ("hopper", "blackwell"):
+            return super().kernel(given)
+        whose = "Hopper's" if given.target == "hopper" else "Blackwell's"
         reason = untried_triton(triton.__version__)
-        if target == "blackwell":
+        if given.target == "blackwell":
             reason = blackwell_refused() or reason
-        if not options.get("hopper", True):
+        if not given.overrides.get("hopper", True):
             reason = "its option hopper is False"
         if reason is not None:
-            from anyflex_cuda.fallback_kernel import PortableKernel
-
-            return PortableKernel(spec, source, target, options, tuner, files, whose, reason)
-        if target == "blackwell":
+            return super().kernel(given._replace(note=f" (not {whose} kernel: {reason})"))
+        if given.target == "blackwell":
             from anyflex_cuda.blackwell_kernel import BlackwellKernel
 
-            return BlackwellKernel(spec, source, target, options, tuner, files)
+            return BlackwellKernel(given)
         from anyflex_cuda.kernel import CudaKernel
 
-        return CudaKernel(spec, source, target, options, tuner, files)
+        return CudaKernel(given)

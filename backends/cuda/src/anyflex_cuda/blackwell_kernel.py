@@ -3,10 +3,9 @@ takes a call, else the portable kernels. Backward is always portable."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from anyflex.plugin import Call, Outputs, Spec, TensorSpec
+from anyflex.plugin import Call, Outputs, TensorSpec
 from anyflex_cuda.blackwell_call import (
     BLOCK_M,
     boxes_for,
@@ -17,35 +16,22 @@ from anyflex_cuda.blackwell_call import (
 from anyflex_cuda.fallback_options import FORWARD_OPTIONS, refused_options
 from anyflex_cuda.forward_call import Fit, fit_of, refusal
 from anyflex_cuda.gluon_kernels import GluonPrograms
-from anyflex_triton.building import CompiledFiles, Target, TritonKernel, Tuner
+from anyflex_triton.building import KernelInputs, TritonKernel
 
 __all__ = ["BlackwellKernel"]
 
 
 class BlackwellKernel(TritonKernel):
-    """Chooses and launches the kernels of one spec.
+    """Chooses and launches the kernels of one spec."""
 
-    Args:
-        spec, source, target, overrides, tuner, files: as in `TritonKernel`.
-    """
-
-    def __init__(
-        self,
-        spec: Spec,
-        source: str,
-        target: Target,
-        overrides: Mapping[str, Any],
-        tuner: Tuner | None,
-        files: CompiledFiles | None = None,
-    ) -> None:
-        super().__init__(spec, source, target, overrides, tuner, files)
+    def __init__(self, given: KernelInputs) -> None:
+        super().__init__(given)
+        spec, overrides = given.spec, given.overrides
         self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
         # Backward is portable, and its tanh is exact, so forward's must be too.
         self._fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
-        self._blackwell = GluonPrograms(
-            spec, source, {**overrides, "fast_tanh": self._fast_tanh}, files
-        )
+        self._blackwell = GluonPrograms(spec, given.source, self._fast_tanh, given.files)
 
     def describe(self, call: Call) -> str:
         """Return ``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ class GluonPrograms(Programs):
     Args:
         spec: spec that the backend accepted.
         source: text of the mods, by `anyflex_triton.mods.write_source`.
-        overrides: user's options by name.
+        fast_tanh: the user's option, where these kernels may take it.
         files: cache of compiled kernels on disk; see `Program`.
     """
 
@@ -35,12 +35,11 @@ class GluonPrograms(Programs):
         self,
         spec: Spec,
         source: str,
-        overrides: Mapping[str, Any],
+        fast_tanh: bool = False,
         files: CompiledFiles | None = None,
     ) -> None:
-        fast_tanh = bool(overrides.get("fast_tanh"))
         source = gluon_source(source + mask_scores_source(spec), fast_tanh)
-        super().__init__(spec, source, "hopper", overrides, files=files)
+        super().__init__(spec, source, "hopper", {}, files=files)
         self.types.update(TYPES)
         # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")

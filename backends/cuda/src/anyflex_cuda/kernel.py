@@ -3,11 +3,10 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
-from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
+from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex_cuda.backward_call import (
     backward_programs,
     backward_workspace,
@@ -41,11 +40,9 @@ from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.gluon_launch import is_boxed
 from anyflex_cuda.wide_backward_call import is_wide
 from anyflex_triton.building import (
-    CompiledFiles,
+    KernelInputs,
     Program,
-    Target,
     TritonKernel,
-    Tuner,
     cut,
     integer_specs,
     launch_all,
@@ -58,22 +55,11 @@ _SHAPES = 1024
 
 
 class CudaKernel(TritonKernel):
-    """Chooses and launches the kernels of one spec.
+    """Chooses and launches the kernels of one spec."""
 
-    Args:
-        spec, source, target, overrides, tuner, files: as in `TritonKernel`.
-    """
-
-    def __init__(
-        self,
-        spec: Spec,
-        source: str,
-        target: Target,
-        overrides: Mapping[str, Any],
-        tuner: Tuner | None,
-        files: CompiledFiles | None = None,
-    ) -> None:
-        super().__init__(spec, source, target, overrides, tuner, files)
+    def __init__(self, given: KernelInputs) -> None:
+        super().__init__(given)
+        spec, overrides = given.spec, given.overrides
         self._tiles = tiles_for(spec)
         self._small_tiles = small_tiles_for(spec)
         self._decode_tiles = decode_tiles(spec)
@@ -92,9 +78,7 @@ class CudaKernel(TritonKernel):
             and not self._portable_gradients
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
-        self._hopper = GluonPrograms(
-            spec, source, {**overrides, "fast_tanh": self._fast_tanh}, files
-        )
+        self._hopper = GluonPrograms(spec, given.source, self._fast_tanh, given.files)
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 
     def describe(self, call: Call) -> str:

@@ -28,9 +28,8 @@ from anyflex_triton.options import OPTIONS
 from anyflex_triton.supported_versions import TRIED
 
 if TYPE_CHECKING:
-    from anyflex_triton.compiled_files import CompiledFiles
     from anyflex_triton.configs import Target
-    from anyflex_triton.tuning import Tuner
+    from anyflex_triton.kernel import KernelInputs
 
 __all__ = ["TritonBackend", "checksum_of"]
 
@@ -145,15 +144,18 @@ class TritonBackend(Backend):
         tuner = None
         if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
-        return self.kernel(spec, stored.decode(), self.target(), tuner, files)
+        # Imported when the warm-up has begun.
+        from anyflex_triton.kernel import KernelInputs
 
-    def kernel(
-        self, spec: Spec, source: str, target: Target, tuner: Tuner | None, files: CompiledFiles
-    ) -> Kernel:
-        """Return what `compile` returns, from the text of the mods."""
+        options = dict(spec.options)
+        given = KernelInputs(spec, stored.decode(), self.target(), options, tuner, files)
+        return self.kernel(given)
+
+    def kernel(self, given: KernelInputs) -> Kernel:
+        """Return what `compile` returns."""
         from anyflex_triton.kernel import TritonKernel
 
-        return TritonKernel(spec, source, target, dict(spec.options), tuner, files)
+        return TritonKernel(given)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 =====================  ============================================================================
 A kernel class         `TritonKernel` chooses and launches the portable kernels, and is the base of
-                       others; it is constructed with `Target`, `Tuner` and `CompiledFiles`
+                       others; it is constructed with `KernelInputs`
 Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the user's functions,
                        `MaskRows`, a block mask's runs; `Arguments` and `types_of` describe a
                        kernel's parameters; `strides_of`, `classes`, `padded`
@@ -39,7 +39,7 @@ from anyflex_triton.configs import Target
 from anyflex_triton.deterministic_captured_grads import integer_specs
 from anyflex_triton.forward_call import NeededNext, compile_with_next
 from anyflex_triton.generated_modules import load_module
-from anyflex_triton.kernel import TritonKernel, cut
+from anyflex_triton.kernel import KernelInputs, TritonKernel, cut
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
     MaskRows,
@@ -73,6 +73,7 @@ __all__ = [
     "CompiledFiles",
     "FixedArguments",
     "FixedLaunch",
+    "KernelInputs",
     "Launch",
     "Layout",
     "MaskRows",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ from anyflex_triton.tuning import Tuner
 if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles
 
-__all__ = ["TritonKernel", "cut"]
+__all__ = ["KernelInputs", "TritonKernel", "cut"]
 
 _SHORT_ROWS = 64
 """Calls with at most this many query rows per KV head use the decode kernel."""
 
 
-class TritonKernel(Kernel):
-    """Chooses and launches the kernels of one spec.
+class KernelInputs(NamedTuple):
+    """Arguments of a kernel class.
 
     Args:
         spec: the accepted spec.
@@ -52,19 +52,25 @@ class TritonKernel(Kernel):
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: the table's are used.
         files: where compiled kernels are kept; see `Program`.
+        note: appended to the description of a call's kernel, why it isn't another, for example.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        source: str,
-        target: Target,
-        overrides: Mapping[str, Any],
-        tuner: Tuner | None = None,
-        files: CompiledFiles | None = None,
-    ) -> None:
-        self.spec = spec
-        self._made = Programs(spec, source, target, overrides, tuner, files)
+    spec: Spec
+    source: str
+    target: Target
+    overrides: Mapping[str, Any]
+    tuner: Tuner | None = None
+    files: CompiledFiles | None = None
+    note: str = ""
+
+
+class TritonKernel(Kernel):
+    """Chooses and launches the kernels of one spec."""
+
+    def __init__(self, given: KernelInputs) -> None:
+        self.spec = given.spec
+        self._note = given.note
+        self._made = Programs(*given[:-1])
 
     def describe(self, call: Call) -> str:
         """Return ``decode splits=8`` or ``prefill 128x64``. Under autotuning it also tells whether
@@ -78,9 +84,9 @@ class TritonKernel(Kernel):
         products = " tf32" if made.in_tf32 else ""
         if decodes:
             number = splits_of(self.spec, call).number
-            return f"decode splits={number}{products}{state}"
+            return f"decode splits={number}{products}{state}{self._note}"
         config = tuned or made.config("forward")
-        return f"prefill {config.block_m}x{config.block_n}{products}{state}"
+        return f"prefill {config.block_m}x{config.block_n}{products}{state}{self._note}"
 
     def _decodes(self, call: Call) -> bool:
         length = call.query.shape[2]
