@@ -28,7 +28,7 @@ from anyflex_cuda import (
     split_tiles,
     write_softmax_stats,
 )
-from anyflex_cuda.blackwell_opt_in import VARIABLE
+from anyflex_cuda.backend import VARIABLE
 from anyflex_triton import forward, tiles
 from anyflex_triton.building import Program
 

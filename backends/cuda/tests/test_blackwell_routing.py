@@ -17,7 +17,7 @@ from recording import CORES, OnBlackwell, drawn, launches_on, recording, takes_f
 
 import anyflex
 from anyflex.plugin import isolated, register
-from anyflex_cuda.blackwell_opt_in import VARIABLE
+from anyflex_cuda.backend import VARIABLE
 
 OURS = "anyflex_cuda.blackwell_forward"
 PORTABLE = "anyflex_triton.forward"

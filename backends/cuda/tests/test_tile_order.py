@@ -18,7 +18,7 @@ from recording import CORES, OnBlackwell, OnHopper, drawn, launches_on
 import anyflex
 from anyflex.plugin import MaskViews
 from anyflex_cuda import tile_order as tested
-from anyflex_cuda.blackwell_opt_in import VARIABLE
+from anyflex_cuda.backend import VARIABLE
 from anyflex_cuda.tile_order import tile_order
 
 __all__: list[str] = []

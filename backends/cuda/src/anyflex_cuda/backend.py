@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected
-from anyflex_cuda.blackwell_opt_in import VARIABLE, blackwell_refused, unread_value
 from anyflex_triton import TritonBackend, checksum_of, untried_triton
 
 if TYPE_CHECKING:
     from anyflex_triton.building import KernelInputs
 
-__all__ = ["CudaBackend"]
+__all__ = ["VARIABLE", "CudaBackend"]
+
+VARIABLE = "ANYFLEX_CUDA_BLACKWELL"
+"""Variable that opts in to Blackwell's forward."""
 
 
 class CudaBackend(TritonBackend):
@@ -91,3 +94,19 @@ class CudaBackend(TritonBackend):
         from anyflex_cuda.kernel import CudaKernel
 
         return CudaKernel(given)
+
+
+def blackwell_refused() -> str | None:
+    """Return why no spec takes Blackwell's forward, which has never run on a device, or None where
+    the user asks for it."""
+    if os.environ.get(VARIABLE) == "1":
+        return None
+    return f"compiled, and never run by the project; {VARIABLE}=1 takes it"
+
+
+def unread_value() -> str | None:
+    """Return doctor's note on an invalid value of the variable, or None."""
+    text = os.environ.get(VARIABLE, "")
+    if text in ("", "0", "1"):
+        return None
+    return f"{VARIABLE}={text!r} is not 0 or 1, and counts as unset"
