@@ -171,10 +171,7 @@ class Tuner:
                 return configs[0]
             if not times:
                 raise failed[configs[0]]
-            config = min(times, key=times.__getitem__)
-            self._keep(size, config, times, failed)
-        self._tell(size, config, configs[0], times, failed)
-        return config
+            return self._kept(size, configs[0], times, failed)
 
     def _time(
         self, size: Size, launches: Mapping[Config, Launch], device: torch.device
@@ -219,14 +216,19 @@ class Tuner:
             progress.clear()
         return times, failed
 
-    def _keep(
+    def _kept(
         self,
         size: Size,
-        config: Config,
+        first: Config,
         times: Mapping[Config, float],
         failed: Mapping[Config, BaseException],
-    ) -> None:
-        self._found[size] = config
+    ) -> Config:
+        """Store the fastest config, tell the user, and return it.
+
+        Args:
+            first: the table's config.
+        """
+        config = self._found[size] = min(times, key=times.__getitem__)
         record = {
             "of": str(size),
             "chosen": str(config),
@@ -234,15 +236,6 @@ class Tuner:
             "failed": {str(c): f"{type(e).__name__}: {e}" for c, e in failed.items()},
         }
         self._artifacts.put(size.artifact(), json.dumps(record, indent=1).encode())
-
-    def _tell(
-        self,
-        size: Size,
-        config: Config,
-        first: Config,
-        times: Mapping[Config, float],
-        failed: Mapping[Config, BaseException],
-    ) -> None:
         line = f"anyflex: tuned {self._backend} {size}: {config}: {times[config]:.3g} ms"
         if config is not first:
             usual = f"{times[first]:.3g} ms" if first in times else "failed"
@@ -250,6 +243,7 @@ class Tuner:
         if failed:
             line += f"; {len(failed)} of {len(times) + len(failed)} failed"
         sys.stderr.write(f"{line}\n")
+        return config
 
     def _warn(self, size: Size, reason: str) -> None:
         warnings.warn(
