@@ -134,58 +134,10 @@ def test_a_compilers_error_comes_before_any_launch(names: tuple[str, str]) -> No
     assert not notes
 
 
-def test_without_a_thread_one_is_compiled_after_the_other(
-    monkeypatch: pytest.MonkeyPatch, current_devices: list[torch.device]
-) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    launches, notes = pretended("a", "b")
-    for given in launches:
-        cast(Pretended, given.program).together = threading.Barrier(1)
-    launch.launch_all(launches, GPU)
-    assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}"]
-    assert threads_of(launches) == [threading.current_thread()] * 2
-    assert current_devices == [GPU] * 2
-    again, notes = pretended("c", "broken", kept=1)
-    with pytest.raises(RuntimeError, match="no such instruction"):
-        launch.launch_all(again, GPU)
-    assert not notes
-
-
-def test_what_one_thread_too_few_leaves_is_compiled_before_any_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start, begun = threading.Thread.start, []
-
-    def once(thread: threading.Thread) -> None:
-        if begun:
-            raise RuntimeError("can't start new thread")
-        begun.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", once)
-    launches, notes = pretended("a", "b", "broken")
-    for given in launches:
-        cast(Pretended, given.program).together = threading.Barrier(1)
-    with pytest.raises(RuntimeError, match="no such instruction"):
-        launch.launch_all(launches, GPU)
-    assert not notes and len(begun) == 1
-
-
-@pytest.mark.parametrize("threads", [True, False])
 def test_each_is_yielded_with_what_its_compiler_raised(
-    monkeypatch: pytest.MonkeyPatch, current_devices: list[torch.device], threads: bool
+    current_devices: list[torch.device],
 ) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     launches, _ = pretended("a", "broken", "c")
-    if not threads:
-        monkeypatch.setattr(threading.Thread, "start", refused)
-        for given in launches:
-            cast(Pretended, given.program).together = threading.Barrier(1)
     programs = [given.program for given in launches]
     found = dict(parallel_compile.compile_all(programs, GPU))
     assert [str(found[program]) for program in programs] == ["None", "no such instruction", "None"]

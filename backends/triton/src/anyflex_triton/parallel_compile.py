@@ -22,26 +22,12 @@ __all__ = ["begin_compiling", "compile_all", "compile_missing"]
 def compile_all(
     programs: Sequence[Program], device: torch.device
 ) -> Iterator[tuple[Program, BaseException | None]]:
-    """Compile all programs, each in a thread; without threads, in this one. Yield each program as
-    soon as it is done, with the exception that its compiler raised."""
-    futures = {}
-    remaining = []
+    """Compile all programs, each in a thread. Yield each program as soon as it is done, with the
+    exception that its compiler raised."""
     with ThreadPoolExecutor(len(programs)) as pool:
-        for program in programs:
-            try:
-                futures[pool.submit(_compile_there, program, device)] = program
-            except RuntimeError:
-                # No thread could be started for it.
-                remaining.append(program)
+        futures = {pool.submit(_compile_there, program, device): program for program in programs}
         for future in as_completed(futures):
             yield futures[future], future.exception()
-    for program in remaining:
-        try:
-            _compile_there(program, device)
-        except Exception as error:  # noqa: BLE001  as a thread's, it is handed on
-            yield program, error
-        else:
-            yield program, None
 
 
 def _compile_there(program: Program, device: torch.device) -> None:
