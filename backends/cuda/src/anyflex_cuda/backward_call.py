@@ -20,7 +20,6 @@ from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import (
     descriptor,
     descriptor_type,
-    is_aligned,
     row_descriptor,
     row_descriptor_type,
 )
@@ -34,6 +33,7 @@ from anyflex_triton.building import (
     Options,
     Program,
     Programs,
+    backward_key,
     backward_sizes,
     backward_values,
     captured_additions,
@@ -233,17 +233,13 @@ def hopper_launches(
         grads: with the tensors of `backward_workspace` first in its workspace.
     """
     work = work_of(grads.workspace)
-    fixed = None
-    layout = _layout_of_call(saved, grad, grads)
     # The True is safe: whether tiles end where the lengths do follows from the shapes.
-    mods = gluon.mods_key(call, True), portable.mods_key(call, True)
-    key = ("anyflex_cuda.backward", *mods, layout)
-    if layout is not None:
-        fixed = gluon.kept(call, key)
+    mods = gluon.mods_key(call, True)
+    key = ("anyflex_cuda.backward", mods, backward_key(portable, call, saved, grad, grads))
+    fixed = gluon.kept(call, key)
     if fixed is None:
         fixed = _fixed_launches(portable, gluon, call, saved, grad, grads, work)
-        if layout is not None:
-            gluon.keep(call, key, fixed)
+        gluon.keep(call, key, fixed)
     values = backward_values(portable, call, saved, grad, grads)
     values.update(
         odd_keys=work.odd_keys, odd_rows=or_else(work.odd_rows, work.odd_keys),
@@ -260,22 +256,6 @@ def hopper_launches(
     )  # fmt: skip
     launches = [each.launch(of_main if i == 1 else values) for i, each in enumerate(fixed)]
     return launches, values
-
-
-def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
-    """Return what launches depend on beside the call itself: which tensors there are, and their
-    strides. None where some pointer isn't a multiple of 16 bytes."""
-    found: list[object] = [
-        grad.delta is None, None if grad.dlse is None else grad.dlse.stride(),
-    ]  # fmt: skip
-    pointers = 0
-    for tensor in (saved.out, grad.dout, grads.dq, grads.dk, grads.dv, *saved.extras):
-        if tensor is None:
-            found.append(None)
-        else:
-            found.append(tensor.stride())
-            pointers |= tensor.data_ptr()
-    return tuple(found) if is_aligned(pointers) else None
 
 
 def backward_programs(

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
+    "BLOCK_BYTES",
     "BYTES",
     "LEAST_COPIED",
     "Boxes",
@@ -55,7 +56,7 @@ BYTES = 16
 """Maximum bytes that one thread loads at a time, at an address that is a multiple of them."""
 LEAST_COPIED = 4
 """Bytes of NVIDIA's smallest asynchronous copy."""
-_BLOCK_BYTES = 64
+BLOCK_BYTES = 64
 """Bytes for Intel's 2D block loads: minimum of a row and of the row stride, and alignment of the
 base. Row stride, length and width have 24 bits."""
 _KEPT = 4096
@@ -101,7 +102,7 @@ def alignment_of(tensor: Tensor) -> int:
     """Return the largest of 64 and the powers of two up to 16 that divides a tensor's address.
     `layout_of`, `is_blocked` and the like follow from it, shape, strides and type."""
     address = tensor.data_ptr()
-    return math.gcd(address, BYTES) if address % _BLOCK_BYTES else _BLOCK_BYTES
+    return math.gcd(address, BYTES) if address % BLOCK_BYTES else BLOCK_BYTES
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -211,9 +212,9 @@ def is_blocked(tensor: Tensor) -> bool:
     bases = (tensor.data_ptr(), b * (batch > 1), h * (heads > 1))
     return (
         column == size
-        and all(base % _BLOCK_BYTES == 0 for base in bases)
+        and all(base % BLOCK_BYTES == 0 for base in bases)
         and row % BYTES == 0
-        and _BLOCK_BYTES <= dims * size <= row < 1 << 24
+        and BLOCK_BYTES <= dims * size <= row < 1 << 24
         and 1 < rows < 1 << 24
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
+    BLOCK_BYTES,
     Types,
     alignment_of,
     descriptor_of_floats,
@@ -86,22 +87,27 @@ def backward_key(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
 ) -> tuple[object, ...]:
     """Return the key that determines backward's launches together with a call's shapes and
-    strides, where configs aren't timed and the workspace is row values alone."""
-    layouts = [
-        None if tensor is None else (tensor.stride(), alignment_of(tensor))
-        for tensor in (saved.out, *saved.extras, grad.dout, grads.dq, grads.dk, grads.dv)
-    ]
+    strides, where configs aren't timed and the workspace follows from the shapes."""
+    tensors = (
+        call.query, call.key, call.value, saved.out, *saved.extras, grad.dout, grads.dq, grads.dk,
+        grads.dv, grads.workspace[0],
+    )  # fmt: skip
+    strides, pointers = [], 0
+    for tensor in tensors:
+        strides.append(None if tensor is None else tensor.stride())
+        pointers |= 0 if tensor is None else tensor.data_ptr()
+    # Usually all are aligned, and no one needs to be looked at.
+    alignments = (
+        [] if pointers % BLOCK_BYTES == 0 else [t is None or alignment_of(t) for t in tensors]
+    )
     return (
         "anyflex_triton.backward",
         # The shapes tell whether tiles end where the lengths do.
         made.mods_key(call, True),
         grad.delta is None,
         None if grad.dlse is None else grad.dlse.stride(),
-        alignment_of(call.query),
-        alignment_of(call.key),
-        alignment_of(call.value),
-        alignment_of(grads.workspace[0]),
-        *layouts,
+        *strides,
+        *alignments,
     )
 
 

@@ -4,7 +4,7 @@
 A kernel class         `TritonKernel` chooses and launches the portable kernels, and is the base of
                        others; it is constructed with `KernelInputs`
 Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the user's functions,
-                       `MaskRows`, a block mask's runs; `Arguments` and `types_of` describe a
+                       `mask_rows`, a block mask's runs; `Arguments` and `types_of` describe a
                        kernel's parameters; `strides_of`, `classes`, `padded`
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
 Launches               `Launch`, `FixedLaunch`, `FixedArguments`, `launch_all`; `compile_with_next`
@@ -29,6 +29,7 @@ from anyflex_triton.arguments import (
     pointer_type,
 )
 from anyflex_triton.backward_call import (
+    backward_key,
     backward_sizes,
     backward_values,
     expected_backward,
@@ -42,7 +43,6 @@ from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel import KernelInputs, TritonKernel, cut
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
-    MaskRows,
     Mods,
     Programs,
     classes,
@@ -62,7 +62,6 @@ from anyflex_triton.mods import (
     write_source,
 )
 from anyflex_triton.program import Options, Program, TellsFrontEnd
-from anyflex_triton.tuning import Tuner
 
 __all__ = [
     "BYTES",
@@ -76,7 +75,6 @@ __all__ = [
     "KernelInputs",
     "Launch",
     "Layout",
-    "MaskRows",
     "Mods",
     "NeededNext",
     "Options",
@@ -85,8 +83,8 @@ __all__ = [
     "Target",
     "TellsFrontEnd",
     "TritonKernel",
-    "Tuner",
     "Types",
+    "backward_key",
     "backward_sizes",
     "backward_values",
     "captured_additions",
