@@ -124,15 +124,7 @@ class Program:
         self._lock = threading.Lock()
         free_in_child(self)
         self.order = tuple(function.arg_names)
-        # Constants come last, except those that stand for an argument that other kernels have.
-        count = len(self.order)
-        while count and self.order[count - 1] in self.constants:
-            count -= 1
-        self._last = tuple(self.constants[name] for name in self.order[count:])
-        self._between = {n: self.constants[n] for n in self.order[:count] if n in self.constants}
-        # itemgetter returns a tuple, because every kernel has at least two arguments that aren't
-        # constants.
-        self._ordered = itemgetter(*self.order[:count])
+        self._in_order = itemgetter(*self.order)
         # Encoding a descriptor needs a context, and happens before a launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
@@ -288,21 +280,16 @@ class Program:
         Args:
             values: all arguments that aren't constants; it may also have those of other kernels.
         """
+        arguments = self._in_order({**values, **self.constants})
         if INTERPRETED:
-            interpret(self.function, grid, self._in_order(values), self.options.keywords())
+            interpret(self.function, grid, arguments, self.options.keywords())
             return
         kernel = self.compile(device.index)
         if device.index in self._functions:
             make_launcher(kernel)
         if self._needs_context:
             enter_device(device)
-        launch_kernel(kernel, grid, self._in_order(values))
-
-    def _in_order(self, values: Mapping[str, object]) -> tuple[object, ...]:
-        if self._between:
-            values = {**values, **self._between}
-        arguments: tuple[object, ...] = self._ordered(values) + self._last
-        return arguments
+        launch_kernel(kernel, grid, arguments)
 
 
 @lru_cache
