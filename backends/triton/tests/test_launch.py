@@ -29,28 +29,19 @@ AMD = GPUTarget("hip", "gfx942", 64)
 
 
 class Pretended:
-    """Program that records its calls. If it isn't kept, its compilation waits for `together`
-    others."""
+    """Program that records its calls. Its compilation waits for `together` others."""
 
-    def __init__(
-        self, name: str, notes: list[str], together: threading.Barrier, *, kept: bool
-    ) -> None:
-        self.name, self.notes, self.together, self.kept = name, notes, together, kept
+    def __init__(self, name: str, notes: list[str], together: threading.Barrier) -> None:
+        self.name, self.notes, self.together = name, notes, together
         self.compiled: dict[int | None, threading.Thread] = {}
 
     def is_compiled(self, device: int | None) -> bool:
         return device in self.compiled
 
-    def load_kept(self, device: int) -> bool:
-        if self.kept:
-            self.compile(device)
-        return self.kept
-
     def compile(self, device: int | None = None) -> None:
         if self.is_compiled(device):
             return
-        if not self.kept:
-            self.together.wait(timeout=20)
+        self.together.wait(timeout=20)
         if self.name == "broken":
             raise RuntimeError("no such instruction")
         self.compiled[device] = threading.current_thread()
@@ -64,11 +55,11 @@ class Pretended:
         self.notes.append(f"{self.name} {grid} {device.index} {values}")
 
 
-def pretended(*names: str, kept: int = 0) -> tuple[list[launch.Launch], list[str]]:
-    """Return launches of programs, the first `kept` of which are kept, and their notes."""
+def pretended(*names: str) -> tuple[list[launch.Launch], list[str]]:
+    """Return launches of programs, and their notes."""
     notes: list[str] = []
-    together = threading.Barrier(max(1, len(names) - kept))
-    programs = [Pretended(name, notes, together, kept=i < kept) for i, name in enumerate(names)]
+    together = threading.Barrier(len(names))
+    programs = [Pretended(name, notes, together) for name in names]
     launches = [
         launch.Launch(cast(Program, program), 3 + i, launch.FixedArguments({}), {"x": i})
         for i, program in enumerate(programs)
@@ -106,24 +97,6 @@ def test_what_is_not_compiled_is_compiled_side_by_side(
     assert len(set(threads_of(launches))) == 3
     launch.launch_all(launches, GPU)
     assert len(notes) == 6 and len(current_devices) == 3
-
-
-def test_what_is_kept_is_loaded_in_the_callers_thread() -> None:
-    launches, notes = pretended("a", "b", "c", kept=3)
-    launch.launch_all(launches, GPU)
-    assert threads_of(launches) == [threading.current_thread()] * 3
-    assert len(notes) == 3
-    # The other programs are compiled concurrently.
-    launches, notes = pretended("a", "b", "c", "d", kept=2)
-    launch.launch_all(launches, GPU)
-    *here, one, other = threads_of(launches)
-    assert here == [threading.current_thread()] * 2
-    assert one is not other and not {one, other} & set(here)
-    assert len(notes) == 4
-    # A single missing one is compiled in the caller's thread.
-    launches, notes = pretended("a", "b", kept=1)
-    launch.launch_all(launches, GPU)
-    assert threads_of(launches) == [threading.current_thread()] * 2
 
 
 @pytest.mark.parametrize("names", [("broken", "a"), ("a", "broken")])

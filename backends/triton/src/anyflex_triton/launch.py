@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.nvidia_launch import Launcher
-from anyflex_triton.parallel_compile import compile_missing
+from anyflex_triton.parallel_compile import compile_all
 from anyflex_triton.program import INTERPRETED, Program
 from anyflex_triton.triton_launch import hooked
 
@@ -116,7 +116,9 @@ def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
         launch.program for launch in launches if not launch.program.is_compiled(device.index)
     ]
     if len(missing) > 1 and device.type != "cpu":
-        compile_missing(missing, device)
+        errors = [error for _, error in compile_all(missing, device) if error is not None]
+        if errors:
+            raise errors[0]
     for launch in launches:
         launch.run(device)
 

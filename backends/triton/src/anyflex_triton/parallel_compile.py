@@ -16,7 +16,7 @@ import torch
 
 from anyflex_triton.program import Program
 
-__all__ = ["begin_compiling", "compile_all", "compile_missing"]
+__all__ = ["begin_compiling", "compile_all"]
 
 
 def compile_all(
@@ -34,23 +34,6 @@ def _compile_there(program: Program, device: torch.device) -> None:
     # The current device is a thread's own.
     with torch.get_device_module(device).device(device):
         program.compile(device.index)
-
-
-def compile_missing(programs: Sequence[Program], device: torch.device) -> None:
-    """Compile the programs that aren't kept on disk, concurrently. The others are loaded first,
-    one after the other: threads that read files would wait for Python's lock.
-
-    Raises:
-        Exception: an error of the compiler.
-    """
-    missing = [program for program in programs if not program.load_kept(device.index)]
-    if len(missing) > 1:
-        errors = [error for _, error in compile_all(missing, device) if error is not None]
-        if errors:
-            raise errors[0]
-    else:
-        for program in missing:
-            program.compile(device.index)
 
 
 def begin_compiling(programs: Sequence[Program], target: Any) -> None:

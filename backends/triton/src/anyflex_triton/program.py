@@ -165,21 +165,6 @@ class Program:
                     found = self._compiled[device] = self._loaded(found, target, device)
         return found
 
-    def load_kept(self, device: int) -> bool:
-        """Load the kernel for the current device if it needn't be compiled; return whether it is
-        loaded."""
-        with self._lock:
-            if device in self._compiled:
-                return True
-            target = current_target()
-            found, self._ahead = self._ahead, None
-            if found is None:
-                found = self._kept(self._name(target, self.options))
-            if found is None:
-                return False
-            self._compiled[device] = self._loaded(found, target, device)
-            return True
-
     def compile_ahead(
         self, target: Any, after_front_end: Callable[[], None] | None = None
     ) -> None:
@@ -199,7 +184,7 @@ class Program:
     ) -> Any:
         """Find the kernel among the spec's files, or compile and store it."""
         name = self._name(target, options)
-        found = self._kept(name)
+        found = None if self._files is None else self._files.find(name, self.source)
         if found is None:
             source = self.source()
             if after_front_end is not None:
@@ -208,9 +193,6 @@ class Program:
             if self._files is not None:
                 self._files.keep(name, found)
         return found
-
-    def _kept(self, name: str) -> Any:
-        return None if self._files is None else self._files.find(name, self.source)
 
     def _name(self, target: Any, options: Options) -> str:
         """Return the kernel's name among the spec's files."""
