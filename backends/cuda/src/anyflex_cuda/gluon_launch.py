@@ -113,7 +113,6 @@ def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bo
     )
 
 
-@lru_cache(4096)
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return a tensor's strides, in elements. The stride of a dimension of size 1 is arbitrary; it
     is replaced by a contiguous tensor's, rounded up."""

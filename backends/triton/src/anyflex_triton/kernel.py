@@ -46,12 +46,7 @@ class KernelInputs(NamedTuple):
     """Arguments of a kernel class.
 
     Args:
-        spec: the accepted spec.
-        source: text of the mods, by `anyflex_triton.mods.write_source`.
-        target: key of the config table.
-        overrides: the user's options by name.
-        tuner: finds the fastest configs; None: the table's are used.
-        files: where compiled kernels are kept; see `Program`.
+        spec, source, target, overrides, tuner, files: as in `Programs`.
         note: appended to the description of a call's kernel, why it isn't another, for example.
     """
 
