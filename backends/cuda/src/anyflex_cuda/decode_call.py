@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -215,13 +215,10 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
         parts * unit_rows <= _MOST_ADDED,
         _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS,
         batch * heads * length,
-        lru_cache(OUTS)(partial(_with_out, values)),
+        lru_cache(OUTS)(
+            lambda out: FixedArguments({**values, "o_strides": out.strides}, DESCRIBED)
+        ),
     )
-
-
-def _with_out(values: Mapping[str, object], out: Layout) -> FixedArguments:
-    """Return `DecodeFit.fixed` for a layout of out."""
-    return FixedArguments({**values, "o_strides": out.strides}, DESCRIBED)
 
 
 def _aligned(programs: int, units: int, most: int) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -351,8 +351,8 @@ def fit_of(
     keys = call.key.shape[2]
     count = -(-length // block_m)
     programs = min(count * batch * heads, cores(call.query.device))
-    values: dict[str, object] = {
-        **{f"{name[0]}_strides": strides[:3] for name, (_, strides) in layouts.items()},
+    values = {
+        **_boxed(layouts, size, boxes),
         "batch_heads": batch * heads,
         "heads": heads,
         "q_length": length,
@@ -360,39 +360,39 @@ def fit_of(
         "tiles": count,
         "head_group": made.head_group(batch * heads, keys),
     }
-    for tensor, (shape, strides) in layouts.items():
-        for name in _descriptors_of(tensor, boxes):
-            values[name] = boxes_of(shape, strides, size, boxes[name])
-    out = (batch, heads, length, call.value.shape[3])
+    shape = (batch, heads, length, call.value.shape[3])
+
+    def fixed(strides: Lengths, rest_strides: Lengths | None) -> FixedArguments:
+        outs = {"out": (shape, strides)}
+        if rest_strides is not None:
+            outs["rest"] = (shape, rest_strides)
+        return FixedArguments({**values, **_boxed(outs, size, boxes)}, DESCRIBED)
+
     return Fit(
         programs,
         block_m,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
-        partial(_with_out, values, out, size, boxes),
+        fixed,
         {},
     )
 
 
-def _with_out(
-    values: Mapping[str, object], shape: Lengths, size: int, boxes: Mapping[str, Lengths],
-    strides: Lengths, rest_strides: Lengths | None,
-) -> FixedArguments:  # fmt: skip
-    """Return `Fit.fixed` for strides of the outputs.
+def _boxed(
+    layouts: Mapping[str, tuple[Lengths, Lengths]], size: int, boxes: Mapping[str, Lengths]
+) -> dict[str, object]:
+    """Return strides and descriptors of tensors, given shape and strides of each.
 
     Args:
-        values: arguments that follow from query, key and value.
-        shape: shape of out and rest. size: bytes of an element.
+        size: bytes of an element.
         boxes: from `boxes_for`.
     """
-    found = {**values, "o_strides": strides[:3]}
-    for name in _descriptors_of("out", boxes):
-        found[name] = boxes_of(shape, strides, size, boxes[name])
-    if rest_strides is not None:
-        found["r_strides"] = rest_strides[:3]
-        for name in _descriptors_of("rest", boxes):
-            found[name] = boxes_of(shape, rest_strides, size, boxes[name])
-    return FixedArguments(found, DESCRIBED)
+    found: dict[str, object] = {}
+    for tensor, layout in layouts.items():
+        found[f"{tensor[0]}_strides"] = layout[1][:3]
+        for name in _descriptors_of(tensor, boxes):
+            found[name] = boxes_of(*layout, size, boxes[name])
+    return found
 
 
 def launch_forward(
