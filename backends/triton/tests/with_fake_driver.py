@@ -465,20 +465,6 @@ def test_parameters_of_other_sizes_are_noticed(place: int) -> None:
             fixed.launch(compiled(wrong), 1, GPU, values)
 
 
-@pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, []), (-1, 2, {}), ("1", 2, {})])
-def test_a_launch_called_wrongly_raises(arguments: tuple[Any, ...]) -> None:
-    kernel = kernel_of([8])
-    made = nvidia_launch.launch_module().Launch(
-        ctypes.addressof(kernel), 128, 0, False, bytes(8), ((0, 8),), ()
-    )
-    with pytest.raises((TypeError, OverflowError)):
-        made(*arguments)
-    with pytest.raises(TypeError):
-        made(1, 2, {}, values={})
-    assert launches() == 0
-    assert made(1, 2, {}) is True and launches() == 1
-
-
 def test_nothing_of_a_call_is_kept() -> None:
     program = compiled()
     fixed, values = given()

@@ -136,13 +136,9 @@ static int write_slot(const Slot *slot, PyObject *value, void **address, int *kn
 }
 
 /* launch(grid, stream, values): whether it was launched; False: this thread has no context yet. */
-static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t count,
-                             PyObject *names) {
+static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t Py_UNUSED(count),
+                             PyObject *Py_UNUSED(names)) {
   const Launch *launch = (Launch *)self;
-  if (PyVectorcall_NARGS(count) != 3 || names != NULL || !PyDict_Check(given[2])) {
-    PyErr_SetString(PyExc_TypeError, "a launch takes (grid, stream, values)");
-    return NULL;
-  }
   CUcontext context = NULL;
   CUresult status = driver.get_current(&context);
   if (status != CUDA_SUCCESS && status != CUDA_ERROR_NOT_INITIALIZED)
