@@ -43,7 +43,6 @@ from anyflex_triton.building import (
     KernelInputs,
     Program,
     TritonKernel,
-    cut,
     integer_specs,
     launch_all,
 )
@@ -187,13 +186,13 @@ class CudaKernel(TritonKernel):
             # which is requested before dout exists.
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
         ours = self._backward_workspace(call.query.shape, call.key.shape)
-        tensors, rest = cut(list(grads.workspace), len(ours))
-        grads = Grads(grads.dq, grads.dk, grads.dv, grads.captured, tuple(tensors))
+        tensors, rest = grads.workspace[: len(ours)], grads.workspace[len(ours) :]
+        grads = Grads(grads.dq, grads.dk, grads.dv, grads.captured, tensors)
         launches, values = hopper_launches(self._made, self._hopper, call, saved, grad, grads)
         if self._portable_gradients:
-            finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
+            count = len(self._finer_specs(call, "queries"))
             before, queries = self.query_launches(
-                call, values, grads, finer, integers, launches[:1]
+                call, values, grads, rest[:count], rest[count:], launches[:1]
             )
             launches = [*before, *launches, *queries]
         launch_all(launches, call.query.device)

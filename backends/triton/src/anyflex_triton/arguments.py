@@ -32,7 +32,6 @@ __all__ = [
     "layout_of",
     "make_context",
     "pointer_type",
-    "row_strides",
     "without_bools",
 ]
 
@@ -139,25 +138,18 @@ def layout_like(
     return Layout((b // unit, h // unit, row // unit, 1), unit, alignment, False)
 
 
-def row_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of [B, H, rows]."""
-    b, h, row = tensor.stride()
-    return b, h, row
-
-
 def heads_described(tensor: Tensor) -> Heads | None:
     """Return how heads lie in a descriptor that covers all rows of all heads, whose strides are
     multiples of 16 bytes; None where no descriptor covers them."""
-    if tensor.data_ptr() % BYTES:
-        return None
-    return _heads_described(tensor.shape, tensor.stride(), tensor.element_size())
-
-
-@lru_cache(_KEPT)
-def _heads_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int) -> Heads | None:
-    batch, heads, rows, dims = sizes
-    b, h, row, column = strides
-    if (dims > 1 and column != 1) or row % (BYTES // size) or row < dims:
+    batch, heads, rows, dims = tensor.shape
+    b, h, row, column = tensor.stride()
+    size = tensor.element_size()
+    if (
+        tensor.data_ptr() % BYTES
+        or (dims > 1 and column != 1)
+        or row % (BYTES // size)
+        or row < dims
+    ):
         return None
     if not 0 < batch * heads * rows < 1 << 31 or row * size >= 1 << 40:
         return None

@@ -21,7 +21,6 @@ from anyflex_triton.arguments import (
     is_described_whole,
     layout_of,
     pointer_type,
-    row_strides,
 )
 from anyflex_triton.configs import Config
 from anyflex_triton.dependent_launch import overlapping
@@ -196,7 +195,7 @@ def row_values_launch(
     fixed = {
         **backward_sizes(call, row_values),
         **strides_of(layouts),
-        "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
+        "dl_strides": (0, 0, 0) if grad.dlse is None else grad.dlse.stride(),
     }
     batch, heads = call.query.shape[:2]
     return FixedLaunch(program, batch * heads * -(-rows // 32), FixedArguments(fixed))

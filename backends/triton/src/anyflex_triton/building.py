@@ -40,7 +40,7 @@ from anyflex_triton.configs import Target
 from anyflex_triton.deterministic_captured_grads import integer_specs
 from anyflex_triton.forward_call import NeededNext, compile_with_next
 from anyflex_triton.generated_modules import load_module
-from anyflex_triton.kernel import KernelInputs, TritonKernel, cut
+from anyflex_triton.kernel import KernelInputs, TritonKernel
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
     Mods,
@@ -90,7 +90,6 @@ __all__ = [
     "captured_additions",
     "classes",
     "compile_with_next",
-    "cut",
     "expected_backward",
     "integer_specs",
     "kept_of",

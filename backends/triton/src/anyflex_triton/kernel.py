@@ -36,7 +36,7 @@ from anyflex_triton.tuning import Tuner
 if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles
 
-__all__ = ["KernelInputs", "TritonKernel", "cut"]
+__all__ = ["KernelInputs", "TritonKernel"]
 
 _SHORT_ROWS = 64
 """Calls with at most this many query rows per KV head use the decode kernel."""
@@ -205,8 +205,10 @@ class TritonKernel(Kernel):
         made = self._made
         values = backward_values(made, call, saved, grad, grads)
         row_values, *rest = grads.workspace
-        for_keys, rest = cut(rest, len(self._finer_specs(call, "keys")))
-        for_queries, integers = cut(rest, len(self._finer_specs(call, "queries")))
+        keys_end = len(self._finer_specs(call, "keys"))
+        queries_end = keys_end + len(self._finer_specs(call, "queries"))
+        for_keys, for_queries = rest[:keys_end], rest[keys_end:queries_end]
+        integers = rest[queries_end:]
         first = rows_launch(made, call, saved, grad, row_values).launch(values)
         if grads.dk is None and grads.dv is None:
             before, queries = self.query_launches(
@@ -266,8 +268,3 @@ class TritonKernel(Kernel):
             return fixed.launch(given, totals)
 
         return before, [made.launch("queries", call, queries, [*before, *first])]
-
-
-def cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the first `count` tensors, and the rest."""
-    return tensors[:count], tensors[count:]
