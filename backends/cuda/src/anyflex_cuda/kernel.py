@@ -190,9 +190,11 @@ class CudaKernel(TritonKernel):
         grads = Grads(grads.dq, grads.dk, grads.dv, grads.captured, tensors)
         launches, values = hopper_launches(self._made, self._hopper, call, saved, grad, grads)
         if self._portable_gradients:
+            values = {**values, "totals": tuple([t for t in grads.captured if t is not None])}
             count = len(self._finer_specs(call, "queries"))
             before, queries = self.query_launches(
-                call, values, grads, rest[:count], rest[count:], launches[:1]
-            )
+                call, values, grads, rest[:count], rest[count:], launches[:1],
+                self.fixed_parts(call, saved, grad, grads),
+            )  # fmt: skip
             launches = [*before, *launches, *queries]
         launch_all(launches, call.query.device)

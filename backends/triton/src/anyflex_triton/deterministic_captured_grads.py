@@ -8,21 +8,18 @@ Non-finite additions are summed as floats: infinity and NaN are the same in any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from anyflex.plugin import Call, TensorSpec
 from anyflex_triton import backward
-from anyflex_triton.backward_call import queries_launch
-from anyflex_triton.kernel_signatures import MaskRows, Programs
-from anyflex_triton.launch import FixedArguments, Launch
-from anyflex_triton.mods import Sums
+from anyflex_triton.kernel_signatures import Programs
+from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, kept_launch
 from anyflex_triton.program import Options
 
-__all__ = ["integer_specs", "repeatable_launches"]
+__all__ = ["integer_specs", "total_launches"]
 
 _BLOCK = 1024
 
@@ -40,47 +37,35 @@ def integer_specs(made: Programs, call: Call) -> tuple[TensorSpec, ...]:
     )
 
 
-def repeatable_launches(
+def total_launches(
     made: Programs,
-    call: Call,
-    values: Mapping[str, Any],
-    dq: Tensor | None,
     totals: Sequence[Tensor],
-    rows: MaskRows | None,
-    workspace: Sequence[Tensor],
+    integers: Sequence[Tensor],
+    parts: dict[object, FixedLaunch],
 ) -> list[Launch]:
-    """Return the launches that fill dq and add to `totals`, float32.
+    """Return the launches that turn integers into `totals`, float32.
 
     Args:
-        values: result of `backward_call.backward_values`, with `rows`.
-        workspace: tensors of `integer_specs`.
+        integers: tensors of `integer_specs`.
+        parts: as in `kept_launch`.
     """
-    places = (*totals, *workspace)
-    config = made.config("queries")
-    program = made.program(("totals",), backward.total_kernel, {"BLOCK": _BLOCK}, Options(4, 1))
-    own = FixedArguments({})
 
-    def queries(dq: Tensor | None, sums: Sums) -> Launch:
-        fixed = queries_launch(
-            made, call, values["dout"], values["row_values"], dq, places, rows, config, sums
-        )
-        return fixed.launch({**values, "totals": places})
+    def make() -> FixedLaunch:
+        constants = {"BLOCK": _BLOCK}
+        program = made.program(("totals",), backward.total_kernel, constants, Options(4, 1))
+        return FixedLaunch(program, 1, FixedArguments({}))
 
+    part = kept_launch(parts, "totals", make)
     return [
-        queries(None, "bounds"),
-        queries(dq, "integers"),
-        *(
-            Launch(
-                program,
-                -(-total.numel() // _BLOCK),
-                own,
-                {
-                    "total": total, "integers": workspace[i],
-                    "largest": workspace[i + len(totals)],
-                    "counts": workspace[i + 2 * len(totals)], "count": total.numel(),
-                },
-            )
-            for i, total in enumerate(totals)
-            if total.numel()
-        ),
+        Launch(
+            part.program,
+            -(-total.numel() // _BLOCK),
+            part.fixed,
+            {
+                "total": total, "integers": integers[i], "largest": integers[i + len(totals)],
+                "counts": integers[i + 2 * len(totals)], "count": total.numel(),
+            },
+        )
+        for i, total in enumerate(totals)
+        if total.numel()
     ]  # fmt: skip

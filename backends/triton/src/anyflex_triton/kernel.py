@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -18,9 +19,8 @@ from anyflex_triton.backward_call import (
     queries_launch,
     rows_launch,
 )
-from anyflex_triton.backward_keys import key_kernel
 from anyflex_triton.configs import Config, KernelName, Target
-from anyflex_triton.deterministic_captured_grads import integer_specs, repeatable_launches
+from anyflex_triton.deterministic_captured_grads import integer_specs, total_launches
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,
@@ -28,8 +28,9 @@ from anyflex_triton.forward_call import (
     splits_of,
 )
 from anyflex_triton.kernel_signatures import Programs
-from anyflex_triton.launch import FixedLaunch, Launch, launch_all
-from anyflex_triton.mask_refinement import Tiled, finer_specs, mask_rows, rows_for, with_rows
+from anyflex_triton.launch import FixedLaunch, Launch, kept_launch, launch_all
+from anyflex_triton.mask_refinement import Tiled, finer_specs, rows_for, with_rows
+from anyflex_triton.mods import Sums
 from anyflex_triton.program import Program
 from anyflex_triton.tuning import Tuner
 
@@ -171,61 +172,51 @@ class TritonKernel(Kernel):
                     gradient.zero_()
             return
         try:
-            launch_all(self._launches(call, saved, grad, grads), call.query.device)
+            launch_all(self._backward_launches(call, saved, grad, grads), call.query.device)
         except OutOfResources as error:
             self._made.blame_options("backward", error)
             raise
 
-    def _launches(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> list[Launch]:
-        """Return `_backward_launches`; the part that calls of the same shapes, strides and
-        alignment share is cached."""
-        made = self._made
-        # Finer runs are made for each call, and deterministic sums take launches of their own.
-        if made.tuner is not None or len(grads.workspace) > 1 or call.kept is None:
-            return self._backward_launches(call, saved, grad, grads)
-        key = backward_key(made, call, saved, grad, grads)
-        fixed = made.kept(call, key)
-        if fixed is None:
-            launches = self._backward_launches(call, saved, grad, grads)
-            made.keep(call, key, [FixedLaunch(*launch[:3]) for launch in launches])
-            return launches
-        values = backward_values(made, call, saved, grad, grads)
-        launches = []
-        for each in fixed:
-            given = values
-            if call.mask is not None and each.program.function is key_kernel:
-                given = with_rows(values, mask_rows(call.mask.transposed()))
-            launches.append(each.launch(given))
-        return launches
+    def fixed_parts(
+        self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
+    ) -> dict[object, FixedLaunch]:
+        """Return the launches of the portable backward that calls of the same shapes, strides and
+        alignment have made so far."""
+        key = backward_key(self._made, call, saved, grad, grads)
+        parts: dict[object, FixedLaunch] | None = self._made.kept(call, key)
+        return self._made.keep(call, key, {}) if parts is None else parts
 
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
     ) -> list[Launch]:
         """Return the launches that fill the non-empty tensors of `grads`."""
         made = self._made
+        parts = self.fixed_parts(call, saved, grad, grads)
         values = backward_values(made, call, saved, grad, grads)
         row_values, *rest = grads.workspace
         keys_end = len(self._finer_specs(call, "keys"))
         queries_end = keys_end + len(self._finer_specs(call, "queries"))
         for_keys, for_queries = rest[:keys_end], rest[keys_end:queries_end]
         integers = rest[queries_end:]
-        first = rows_launch(made, call, saved, grad, row_values).launch(values)
+        of_rows = partial(rows_launch, made, call, saved, grad, row_values)
+        first = kept_launch(parts, "rows", of_rows).launch(values)
         if grads.dk is None and grads.dv is None:
             before, queries = self.query_launches(
-                call, values, grads, for_queries, integers, [first]
+                call, values, grads, for_queries, integers, [first], parts
             )
             return [*before, first, *queries]
         rows, before_keys = rows_for(made, call, "keys", for_keys)
         of_keys = with_rows(values, rows)
 
         def keys(config: Config) -> Launch:
-            fixed = keys_launch(made, call, grad.dout, row_values, grads, rows, config)
-            return fixed.launch(of_keys)
+            make = partial(keys_launch, made, call, grad.dout, row_values, grads, rows, config)
+            key = ("keys", config, None if rows is None else rows.block_size)
+            return kept_launch(parts, key, make).launch(of_keys)
 
         until_keys = [*before_keys, first]
         until_keys.append(made.launch("keys", call, keys, until_keys))
         before, queries = self.query_launches(
-            call, values, grads, for_queries, integers, until_keys, follows_keys=True
+            call, values, grads, for_queries, integers, until_keys, parts, follows_keys=True
         )
         # No other launch may stand between launches that overlap.
         return [*before, *until_keys, *queries]
@@ -238,6 +229,7 @@ class TritonKernel(Kernel):
         finer: Sequence[Tensor],
         integers: Sequence[Tensor],
         first: Sequence[Launch],
+        parts: dict[object, FixedLaunch],
         follows_keys: bool = False,
     ) -> tuple[list[Launch], list[Launch]]:
         """Return two lists of launches: those that refine the mask's runs, which may run any time
@@ -249,6 +241,7 @@ class TritonKernel(Kernel):
             first: the launches that fill its row values; where the queries' launch
                 `follows_keys`, up to that of keys.
             finer, integers: parts of the workspace.
+            parts: result of `fixed_parts`.
             follows_keys: argument of `queries_launch`.
         """
         made = self._made
@@ -256,15 +249,30 @@ class TritonKernel(Kernel):
         if grads.dq is None and not totals:
             return [], []
         rows, before = rows_for(made, call, "queries", finer)
-        given = {**with_rows(values, rows), "totals": tuple(totals)}
-        if integers:
-            return before, repeatable_launches(made, call, given, grads.dq, totals, rows, integers)
+        if finer:
+            values = with_rows(values, rows)
+        blocks = None if rows is None else rows.block_size
 
-        def queries(config: Config) -> Launch:
-            fixed = queries_launch(
-                made, call, values["dout"], values["row_values"], grads.dq, totals, rows, config,
-                follows_keys=follows_keys,
+        def queries(
+            config: Config, dq: Tensor | None, totals: Sequence[Tensor], sums: Sums = "floats"
+        ) -> Launch:
+            make = partial(
+                queries_launch, made, call, values["dout"], values["row_values"], dq, totals, rows,
+                config, sums, follows_keys,
             )  # fmt: skip
-            return fixed.launch(given, totals)
+            key = ("queries", config, blocks, dq is None, sums, follows_keys)
+            return kept_launch(parts, key, make).launch(values, totals)
 
-        return before, [made.launch("queries", call, queries, [*before, *first])]
+        if integers:
+            places = (*totals, *integers)
+            values = {**values, "totals": places}
+            config = made.config("queries")
+            follows_keys = False
+            return before, [
+                queries(config, None, places, "bounds"),
+                queries(config, grads.dq, places, "integers"),
+                *total_launches(made, totals, integers, parts),
+            ]
+        return before, [
+            made.launch("queries", call, lambda c: queries(c, grads.dq, totals), [*before, *first])
+        ]

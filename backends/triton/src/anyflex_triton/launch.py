@@ -20,7 +20,14 @@ from anyflex_triton.parallel_compile import compile_all
 from anyflex_triton.program import INTERPRETED, Program
 from anyflex_triton.triton_launch import hooked
 
-__all__ = ["FixedArguments", "FixedLaunch", "Launch", "launch_all", "milliseconds"]
+__all__ = [
+    "FixedArguments",
+    "FixedLaunch",
+    "Launch",
+    "kept_launch",
+    "launch_all",
+    "milliseconds",
+]
 
 
 class FixedArguments:
@@ -107,6 +114,16 @@ class FixedLaunch(NamedTuple):
     def launch(self, values: Mapping[str, object], sums: Sequence[Tensor] = ()) -> Launch:
         """Return the launch with a call's values."""
         return Launch(self.program, self.grid, self.fixed, values, sums)
+
+
+def kept_launch(
+    parts: dict[object, FixedLaunch], key: object, make: Callable[[], FixedLaunch]
+) -> FixedLaunch:
+    """Return the launch of this key, made the first time."""
+    found = parts.get(key)
+    if found is None:
+        found = parts[key] = make()
+    return found
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:

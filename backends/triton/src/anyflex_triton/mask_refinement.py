@@ -137,12 +137,14 @@ def _finer(
     for_runs = made.program(
         ("runs",), mask_refinement_kernels.runs_kernel, {"CHUNK": _RUNS_CHUNK}, Options(4, 1)
     )
-    fixed = FixedArguments(
-        {
+    key = ("anyflex_triton.finer", kernel)
+    fixed: FixedArguments | None = made.kept(call, key)
+    if fixed is None:
+        sizes = {
             "length": lengths[0], "column_length": lengths[1], "tiles": tiles,
             "columns": columns, "chunks": chunks,
-        }
-    )  # fmt: skip
+        }  # fmt: skip
+        fixed = made.keep(call, key, FixedArguments(sizes))
     values.update(kinds=kinds, new_edges=edges, new_runs=runs)
     launches = [
         Launch(for_kinds, tiles * chunks, fixed, values),
