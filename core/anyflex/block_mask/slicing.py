@@ -16,7 +16,6 @@ from anyflex.mask_structure.runs import gathered
 __all__ = ["select"]
 
 _AXES = ("batch", "head", "q block")
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def select(mask: MaskContent, index: Any) -> tuple[MaskViews, dict[str, int | Tensor]]:
