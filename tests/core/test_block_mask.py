@@ -126,6 +126,13 @@ def test_index_lists_are_made_some_rows_at_a_time(
             assert torch.equal(getattr(lists, name), getattr(wanted[ragged], name))
 
 
+def test_index_lists_with_ragged_blocks_as_partial_belong_to_the_caller() -> None:
+    runs = int32([(0, 1, FULL), (0, 2, FULL)])
+    views = MaskViews(int32([[[0, 1, 2]]]), runs, 30, 60, (16, 16))
+    views.index_lists(ragged_is_partial=True).kv_num_blocks.zero_()
+    assert views.index_lists(ragged_is_partial=True).kv_num_blocks.tolist() == [[[0, 2]]]
+
+
 def test_views_are_kept_and_are_where_the_mask_is() -> None:
     mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
     elsewhere = mask.to("meta").views()

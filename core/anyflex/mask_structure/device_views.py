@@ -104,12 +104,14 @@ class MaskViews:
 
         Args:
             ragged_is_partial: a FULL block that reaches past the lengths is listed as PARTIAL, as
-                torch's create_block_mask lists it.
+                torch's create_block_mask lists it. Lists that differ by that are made anew at each
+                call; the others are kept.
         """
         row = ragged_is_partial and self.q_length % self.block_size[0] != 0
         column = ragged_is_partial and self.kv_length % self.block_size[1] != 0
-        name = ("index_lists", row, column)
-        return self.once(name, IndexLists, lambda: self._list_blocks(row, column))
+        if row or column:
+            return self._list_blocks(row, column)
+        return self.once("index_lists", IndexLists, lambda: self._list_blocks(row, column))
 
     def in_blocks(self, block_size: tuple[int, int]) -> MaskViews:
         """Return the structure in blocks of another size: FULL where all blocks that one touches
