@@ -111,6 +111,12 @@ def test_views_trust_the_offsets_and_not_the_length_of_runs() -> None:
     assert views.index_lists().full_kv_num_blocks.tolist() == [[[0, 2]]]
 
 
+def test_the_constructor_names_the_ways_to_make_a_mask() -> None:
+    for arguments in ((), (int32([[[0, 0]]]), int32([]).view(0, 3))):
+        with pytest.raises(BlockMaskError, match=r"BlockMask\.from_runs"):
+            BlockMask(*arguments)
+
+
 @pytest.mark.parametrize("room", [1, 20, 1000])
 def test_index_lists_are_made_some_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, room: int

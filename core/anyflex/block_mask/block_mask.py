@@ -58,6 +58,12 @@ class BlockMask(MaskContent):
             `mask_mod` must be assigned before it is used.
     """
 
+    def __init__(self, *_: object, **__: object) -> None:
+        raise BlockMaskError(
+            "BlockMask(...) makes no mask: call create_block_mask, BlockMask.from_runs, "
+            "BlockMask.from_kv_blocks or BlockMask.from_torch"
+        )
+
     @classmethod
     def from_runs(
         cls,
