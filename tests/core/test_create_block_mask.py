@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anyflex.block_mask import dense_scan
+from anyflex.block_mask import dense_scan, elementwise_evaluation
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
 from anyflex.block_mask.create import create_block_mask, create_mask
-from anyflex.block_mask.elementwise_evaluation import elements_of
+from anyflex.block_mask.elementwise_evaluation import TracedElements, elements_of
+from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.errors import ArgumentTypeError, BlockMaskError, ModIndexError, ModTraceError
 from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
@@ -160,6 +163,24 @@ def test_a_live_read_outside_of_a_captured_tensor_is_named() -> None:
     empty = torch.zeros(0)
     with pytest.raises(ModIndexError, match=r"\[0\]"):
         create_mask(lambda s, b, h, q, k: s + empty[q], 1, 1, 4, 4)
+
+
+def test_a_read_outside_is_named_where_its_index_rounds_otherwise_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = torch.zeros(50, dtype=torch.int64)
+    traced, _ = trace_mask_mod(lambda b, h, q, k: short[k] == 0, torch.device("cpu"))
+    assert traced is not None
+    elements = TracedElements(traced, torch.device("cpu"))
+
+    def inside(*_: object) -> Callable[..., list[Tensor]]:
+        return lambda *_: [torch.tensor(49)]
+
+    monkeypatch.setattr(elementwise_evaluation, "Evaluator", inside)
+    with pytest.raises(
+        ModIndexError, match=r"'short' of shape \[50\] outside of it: at the .* kv_idx 50\."
+    ):
+        elements.at(0, 0, torch.tensor(0), torch.arange(60))
 
 
 def test_a_dead_read_outside_of_a_captured_tensor_is_legal() -> None:

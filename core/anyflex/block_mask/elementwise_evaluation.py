@@ -119,23 +119,26 @@ class TracedElements(Elements):
         first = tuple(where.nonzero()[0])
         element = {axis: place[first] for axis, place in zip(axes, places, strict=True)}
         at = ", ".join(f"{axis} {int(place)}" for axis, place in element.items())
-        nodes, inputs = self.graph.nodes, {**inputs, **element}
+        index_is = self._index_outside(position, {**inputs, **element})
+        raise ModIndexError(
+            f"{self.kind}_mod reads {name} of shape {list(table.shape)} outside of it: {index_is}"
+            f"at the live element {at}",
+            operation="indexing",
+            hint="Make the tensor as long as the lengths, or mask these elements.",
+        )
+
+    def _index_outside(self, position: int, element: dict[str, Tensor]) -> str:
+        """Return the part of a message that says which index leaves the tensor at one element. It
+        is empty where none does: an index computed from floats may round otherwise alone."""
+        nodes, sizes = self.graph.nodes, self.captured[position].shape
         for node in nodes:
             if node.operation != "load" or node.attribute != position:
                 continue
-            indices = Evaluator(nodes, node.arguments)(
-                {**inputs, **element}, self.captured, (), ()
-            )
-            for dimension, (index, size) in enumerate(zip(indices, table.shape, strict=True)):
+            indices = Evaluator(nodes, node.arguments)(element, self.captured, (), ())
+            for dimension, (index, size) in enumerate(zip(indices, sizes, strict=True)):
                 if not -size <= int(index) < size:
-                    raise ModIndexError(
-                        f"{self.kind}_mod reads {name} of shape {list(table.shape)} outside of "
-                        f"it: in dimension {dimension} of size {size} the index is {int(index)} "
-                        f"at the live element {at}",
-                        operation="indexing",
-                        hint="Make the tensor as long as the lengths, or mask these elements.",
-                    )
-        raise AssertionError("an index that left its tensor was not found again")
+                    return f"in dimension {dimension} of size {size} the index is {int(index)} "
+        return ""
 
 
 class OpaqueElements(Elements):
