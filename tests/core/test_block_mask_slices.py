@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.create import create_block_mask
@@ -103,6 +104,23 @@ def test_the_mask_mod_of_a_slice_sees_the_indices_of_the_whole_mask(
     assert torch.equal(dense_mask(again.mask_mod, *live.shape[:2], rows - 16, 90), live[:, :, 16:])
     sliced.mask_mod = causal
     assert sliced.mask_mod is causal
+
+
+def test_a_call_of_a_slices_mask_mod_makes_no_tensor_of_numbers() -> None:
+    class Recorded(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    called: list[Any] = []
+    mask = create_block_mask(untraceable, 2, 3, 70, 90, BLOCK_SIZE=16)
+    sliced = pickle.loads(pickle.dumps(mask[:, [2, 0], 1:]))
+    zero = torch.tensor(0)
+    with Recorded():
+        sliced.mask_mod(zero, zero, zero, zero)
+    assert Tensor.__getitem__ in called and torch.tensor not in called
 
 
 def test_a_slice_keeps_the_function_itself_where_no_index_shifts() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -126,17 +126,20 @@ class ShiftedMaskMod:
     Args:
         function: the mask mod of the whole mask.
         shifts: pairs of an index's name and a number, or a table as a tuple.
+        tables: the tables again, as tensors: a tensor made of a tuple is a copy to the device at
+            each call, which no graph capture takes.
     """
 
     function: MaskMod
     shifts: tuple[tuple[str, int | tuple[int, ...]], ...]
+    tables: Mapping[str, Tensor] = field(compare=False, repr=False)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         indices = dict(zip(_INPUTS, (b, h, q_idx, kv_idx), strict=True))
         for name, shift in self.shifts:
             index = indices[name]
             if isinstance(shift, tuple):
-                indices[name] = torch.tensor(shift, device=index.device)[index]
+                indices[name] = self.tables[name].to(index.device)[index]
             else:
                 indices[name] = index + shift
         return self.function(*indices.values())
@@ -144,6 +147,7 @@ class ShiftedMaskMod:
 
 def shifted_opaque(function: MaskMod, shifts: Shifts) -> ShiftedMaskMod:
     """Return a function that calls `function` with shifted indices."""
+    tables = {name: shift for name, shift in shifts.items() if isinstance(shift, Tensor)}
     new: dict[str, Any] = {
         name: tuple(shift.tolist()) if isinstance(shift, Tensor) else shift
         for name, shift in shifts.items()
@@ -154,4 +158,4 @@ def shifted_opaque(function: MaskMod, shifts: Shifts) -> ShiftedMaskMod:
         if not any(isinstance(shift, tuple) for shift in (*old.values(), *new.values())):
             new = {name: old.get(name, 0) + new.get(name, 0) for name in (old | new)}
             function = function.function
-    return ShiftedMaskMod(function, tuple(new.items()))
+    return ShiftedMaskMod(function, tuple(new.items()), tables)
