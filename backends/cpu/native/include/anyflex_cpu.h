@@ -175,7 +175,8 @@ typedef enum {
     AF_OK = 0,
     AF_READ_OUTSIDE = 1,       // see af_error
     AF_WORKSPACE_TOO_SMALL = 2,
-    AF_BAD_ARGUMENT = 3        // of af_set_isa: no level that can run here
+    AF_BAD_ARGUMENT = 3,       // of af_set_isa: no level that can run here
+    AF_NO_MEMORY = 4           // see af_find_read_outside
 } af_status;
 
 AF_API int32_t af_abi(void);
@@ -210,7 +211,8 @@ AF_API int64_t af_program_scratch(const void* code);
 AF_API const char* af_operations(void);
 
 // For compiled mods: notes the first read outside of a captured tensor at a live pair, which the
-// program's bytecode finds. A mask's live bits are written again.
+// program's bytecode finds. A mask's live bits are written again. Where there is no memory for that
+// the tile's error is AF_NO_MEMORY.
 AF_API void af_find_read_outside(const af_program* program, const af_tile* tile);
 // For compiled mods: adds values[i] to sums[places[i]] for the bits i of `live`, in order.
 AF_API void af_add_lanes(double* sums, const int64_t* places, const double* values, uint32_t live);

@@ -1,6 +1,8 @@
 // The levels and the ABI's functions. Compiled for the baseline.
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -276,14 +278,24 @@ void af_interpret(const af_program* program, const af_tile* tile) {
 
 void af_find_read_outside(const af_program* program, const af_tile* tile) {
     // The tile's scores are in use: the interpreter gets copies, at addresses that it can take.
-    const int64_t scores = tile->rows * tile->ld, scratch = af_program_scratch(program->code);
-    std::vector<float> memory((scratch + 63) / 64 * 16 + scores + 16);
-    const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+    // Nothing is thrown: the caller is compiled code, in a team of threads.
+    const int64_t width = (int64_t(tile->cols) + 15) / 16 * 16;
+    const int64_t scratch = (af_program_scratch(program->code) + 63) / 64 * 16;
+    const int64_t scores = tile->score ? tile->rows * width : 0;
+    const std::unique_ptr<float[]> memory(new (std::nothrow) float[scratch + scores + 16]);
+    if (!memory) {
+        if (tile->error->code == AF_OK) tile->error->code = AF_NO_MEMORY;
+        return;
+    }
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory.get());
     af_tile copy = *tile;
     copy.scratch = reinterpret_cast<void*>((address + 63) / 64 * 64);
     if (tile->score) {
-        copy.score = static_cast<float*>(copy.scratch) + (scratch + 63) / 64 * 16;
-        std::memcpy(copy.score, tile->score, scores * sizeof(float));
+        copy.score = static_cast<float*>(copy.scratch) + scratch;
+        copy.ld = width;
+        for (int64_t row = 0; row < tile->rows; ++row)
+            std::memcpy(copy.score + row * width, tile->score + row * tile->ld,
+                        width * sizeof(float));
     }
     af_interpret(program, &copy);
 }

@@ -31,7 +31,7 @@ _pack_forward = structs.FORWARD.packer.pack_into
 _pack_backward = structs.BACKWARD.packer.pack_into
 _FORWARD_AT = structs.FORWARD.offset
 _BACKWARD_AT = structs.BACKWARD.offset
-_READ_OUTSIDE, _TOO_SMALL = 1, 2
+_READ_OUTSIDE, _TOO_SMALL, _NO_MEMORY = 1, 2, 4
 """Values of af_status; a call returns no other but AF_OK and what no spec of ours leads to."""
 
 _UNWANTED = (0, 0, 0, 0, 0)
@@ -201,6 +201,8 @@ class CpuKernel(Kernel):
 
 def _raise(status: int, error: structs.Error, call: Call) -> None:
     """Raise what a status other than AF_OK means."""
+    if status == _NO_MEMORY:
+        raise MemoryError("no memory to find which index is outside of its captured tensor")
     if status != _READ_OUTSIDE:
         raise RuntimeError(f"the native library returned status {status}")
     shape = list(call.captured[error.captured].shape)
