@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import anyflex
-from anyflex.errors import BackendRefused
+from anyflex.errors import ArgumentError, BackendRefused, BlockMaskError
 
 __all__: list[str] = []
 
@@ -91,6 +91,71 @@ def test_an_exported_model_takes_a_block_mask(tmp_path: Path) -> None:
     program = torch.export.export(model, arguments)
     new = (*inputs(96), causal_mask(96))
     in_a_fresh_process(tmp_path, program, new, model(*new).detach())
+
+
+class Grouped(nn.Module):
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.bias = nn.Buffer(bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
+        return anyflex.flex_attention(
+            query, key, value, lambda s, b, h, q, k: s + self.bias[h], mask, enable_gqa=True
+        )
+
+
+def shifted_mask(batch: int) -> Any:
+    return anyflex.create_block_mask(
+        lambda b, h, q, k: q >= k - b * h, batch, 4, 32, 32, BLOCK_SIZE=16
+    )
+
+
+def other_offsets(given: dict[str, Tensor]) -> None:
+    mask = shifted_mask(3)
+    given["offsets"], given["runs"] = mask.offsets, mask.runs
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"key": (2, 8, 32, 8), "value": (2, 8, 32, 8)}, ArgumentError, "query has 4 heads and"),
+        ({"key": (2, 3, 32, 8), "value": (2, 3, 32, 8)}, ArgumentError, "must be a multiple of"),
+        ({"key": (2, 0, 32, 8), "value": (2, 0, 32, 8)}, ArgumentError, "at least one head"),
+        ({"key": (3, 2, 32, 8), "value": (3, 2, 32, 8)}, ArgumentError, "must be 1 or B"),
+        ({"key": (2, 2, 32, 4)}, ArgumentError, "must have one head dim E, got 8 and 4"),
+        ({"value": (2, 4, 32, 8)}, ArgumentError, "must have one number of heads H, got 2 and 4"),
+        ({"value": (2, 2, 31, 8)}, ArgumentError, "must have one length S, got 32 and 31"),
+        (other_offsets, BlockMaskError, "block_mask has batch B' = 3, the call has B = 2"),
+        ({"bias": (4, 4)}, ArgumentError, "captured tensor 0 must have 1 dimensions, got shape"),
+    ],
+)
+def test_the_graph_of_an_exported_model_refuses_shapes_that_fit_no_call(
+    change: Any, error: type[Exception], message: str
+) -> None:
+    """Only `ExportedProgram.module` checks what a program is given, and not its graph."""
+    generator = torch.Generator().manual_seed(0)
+    mask = shifted_mask(2)
+    given = {
+        "bias": torch.zeros(4),
+        "query": torch.randn(2, 4, 32, 8, generator=generator),
+        "key": torch.randn(2, 2, 32, 8, generator=generator),
+        "value": torch.randn(2, 2, 32, 8, generator=generator),
+        "offsets": mask.offsets,
+        "runs": mask.runs,
+    }
+    model = Grouped(given["bias"])
+    arguments = (given["query"], given["key"], given["value"], mask)
+    graph = torch.export.export(model, arguments).graph_module
+    # The graph takes the mask's lengths too, and doesn't read them.
+    rest = [32] * (len(graph.graph.find_nodes(op="placeholder")) - len(given))
+    torch.testing.assert_close(graph(*given.values(), *rest)[0], model(*arguments))
+    if callable(change):
+        change(given)
+    else:
+        for name, new in change.items():
+            given[name] = torch.randn(new)
+    with pytest.raises(error, match=message):
+        graph(*given.values(), *rest)
 
 
 @pytest.mark.filterwarnings(

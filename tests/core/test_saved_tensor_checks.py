@@ -18,8 +18,11 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, Tenso
 from anyflex.contract.decision import Accepted, Decision
 from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BlockMaskError
+from anyflex.frontend import custom_ops
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
+from anyflex.runtime.op_request import Request
+from anyflex.runtime.saved_for_backward import NOTHING
 
 __all__: list[str] = []
 
@@ -356,3 +359,83 @@ def test_a_compiled_programs_runs_are_checked_too() -> None:
     out, _ = hooked(lambda t: t.long() if t.dtype is torch.int32 else t, call=compiled)
     with pytest.raises(BlockMaskError, match="offsets must have dtype int32, got torch.int64"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("heads", [0, 3, 8])
+def test_a_compiled_programs_keys_of_other_heads_reach_no_kernel(heads: int) -> None:
+    """Alone they fit each other, and dout says nothing of their number of heads."""
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    query, key, value = leaves()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        keys = tensor.shape in (key.shape, value.shape)
+        return tensor.new_zeros(1, heads, *tensor.shape[2:]) if keys else tensor
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = compiled(query, key.detach(), value.detach())
+    with pytest.raises(ArgumentError, match="heads?,? "):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+def test_a_compiled_programs_offsets_of_another_batch_reach_no_kernel() -> None:
+    masks = [
+        anyflex.create_block_mask(lambda b, h, q, k: q >= k - b, batch, None, 6, 9, BLOCK_SIZE=2)
+        for batch in (4, 2)
+    ]
+    inputs = [tensor.detach().expand(4, -1, -1, -1).requires_grad_() for tensor in leaves()]
+    structure = {
+        masks[0].offsets.shape: masks[1].offsets,
+        masks[0].runs.shape: masks[1].runs,
+    }
+
+    def masked(*inputs: Tensor) -> Tensor:
+        return anyflex.flex_attention(*inputs, block_mask=masks[0], enable_gqa=True)
+
+    compiled = torch.compile(masked, backend="aot_eager", fullgraph=True)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda t: structure.get(t.shape, t)):
+        out = compiled(*inputs)
+    with pytest.raises(BlockMaskError, match="batch B' = 2, the call has B = 4"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("captured", lambda t: t.to_sparse(), ArgumentError, "captured tensor 0 must be dense"),
+        ("saved", lambda t: t.int(), ArgumentTypeError, "saved must have dtype torch.uint8"),
+        ("scale", lambda t: t.half(), ArgumentTypeError, "a number of the call must have dtype"),
+    ],
+)
+def test_a_compiled_programs_other_tensors_are_checked_too(
+    name: str,
+    change: Callable[[Tensor], Tensor],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(KeepingBackend, "saved_bytes", lambda self, dtype: (0, 64))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+
+    def unpack(tensor: Tensor) -> Tensor:
+        kinds = {
+            "captured": tensor.shape == SLOPES.shape,
+            "saved": tensor.dtype is torch.uint8,
+            "scale": tensor.dim() == 0,
+        }
+        return change(tensor) if kinds[name] else tensor
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = compiled(*leaves())
+    with pytest.raises(error, match=f"^{message}.*{CURE}"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+def test_a_captured_tensor_on_another_device_reaches_no_kernel() -> None:
+    """A machine without accelerators can't bring one through the op."""
+    flags = (False, False, False)
+    request = Request("", "", (1, 0, 0), *flags, flags, None, (), None, NOTHING, "highest")
+    with pytest.raises(ArgumentError, match="^captured tensor 0 must be on cuda:0, got cpu"):
+        custom_ops._check_captured([SLOPES], request, torch.device("cuda:0"))

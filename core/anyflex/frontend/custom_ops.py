@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, BackendRefused
-from anyflex.frontend.arguments import check_scale
+from anyflex.frontend.arguments import check_mask_fits, check_scale, check_tensors
 from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.runtime.op_request import read_request
@@ -111,30 +111,31 @@ def _forward(
     )
 
 
-def _check_captured(captured: list[Tensor], request: Request, device: torch.device) -> None:
+def _check_captured(
+    captured: list[Tensor], request: Request, device: torch.device, cure: str = ""
+) -> None:
     """Check the tensors that mods read against the request: it was written for those that the
     program was traced with, and a mask rebuilt from a pytree, or a converted module, has others.
 
     Raises:
-        BlockMaskError, ArgumentError, ArgumentTypeError: one has another dtype or rank.
+        BlockMaskError, ArgumentError, ArgumentTypeError: one has another dtype, rank, layout or
+            device.
     """
     from anyflex.runtime.saved_tensor_checks import check_like
 
-    scores = request.score_slots[0]
-    for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
-        if facts is None or (tensor.dtype is facts[0] and tensor.dim() == facts[1]):
-            continue
-        if position < scores:
-            name = f"captured tensor {position}"
-            if tensor.dim() != facts[1]:
-                raise ArgumentError(
-                    f"{name} must have {facts[1]} dimensions, got shape {list(tensor.shape)}"
-                )
-            check_like(name, tensor, tensor.shape, facts[0], device)
-        else:
+    scores, loads = request.score_slots[0], _loads(request)
+    for position, tensor in enumerate(captured):
+        name = f"captured tensor {position}"
+        dtype, rank = loads.get(position, (tensor.dtype, tensor.dim()))
+        if position >= scores and (tensor.dtype is not dtype or tensor.dim() != rank):
             from anyflex.block_mask.mask_function import check_captured
 
-            check_captured(position - scores, tensor, *facts)
+            check_captured(position - scores, tensor, dtype, rank)
+        if tensor.dim() != rank:
+            raise ArgumentError(
+                f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}.{cure}"
+            )
+        check_like(name, tensor, tensor.shape, dtype, device, cure)
 
 
 def _fake_forward(
@@ -185,11 +186,16 @@ def _backward(
     from anyflex.contract.call import GradInputs, Saved
     from anyflex.runtime.launch import launch_backward
     from anyflex.runtime.plan import plan_for
+    from anyflex.runtime.saved_tensor_checks import CURE, check_like
 
     wanted = read_request(request)
     parts = _parts(tensors, ints)
-    _check_unpacked(dout, query, key, value, out, lse)
-    _check_captured(parts.captured, wanted, query.device)
+    _check_unpacked(dout, query, key, value, out, {"lse": lse, "dlse": dlse, "delta": delta})
+    _check_captured(parts.captured, wanted, query.device, CURE)
+    for number in parts.floats:
+        check_like("a number of the call", number, (), torch.float64, number.device, CURE)
+    if saved is not None:
+        check_like("saved", saved, (saved.numel(),), torch.uint8, query.device, CURE)
     inputs = _inputs(query, key, value, parts, wanted)
     plan = plan_for(inputs)
     if saved_by is None or saved_by.tolist() != [plan.mark]:
@@ -209,36 +215,46 @@ def _backward(
 
 
 def _check_unpacked(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    rows: dict[str, Tensor | None],
 ) -> None:
     """Check the tensors that a compiled program has saved and unpacked against dout, which no hook
     has seen, and each other: nobody knows here what the op was given in forward.
+
+    Args:
+        rows: tensors with a number for each query row.
 
     Raises:
         ArgumentError, ArgumentTypeError: they can't be those of one call.
     """
     from anyflex.runtime.saved_tensor_checks import CURE, check_like
 
-    rows, keys, head_dim = dout.shape[:3], key.shape[:3], query.shape[-1]
+    row_shape, keys, head_dim = dout.shape[:3], key.shape[:3], query.shape[-1]
     for name, tensor, shape in (
-        ("query", query, (*rows, head_dim)),
+        ("query", query, (*row_shape, head_dim)),
         ("key", key, (*keys, head_dim)),
         ("value", value, (*keys, dout.shape[3])),
         ("out", out, dout.shape),
     ):
         check_like(name, tensor, shape, dout.dtype, dout.device, CURE)
-    check_like("lse", lse, rows, _accumulate(dout), dout.device, CURE)
+    for name, row in rows.items():
+        if row is not None:
+            check_like(name, row, row_shape, _accumulate(dout), dout.device, CURE)
 
 
 @functools.lru_cache(maxsize=1024)
-def _loads(request: Request) -> list[tuple[torch.dtype, int] | None]:
-    """Dtype and rank of each captured tensor, None where no load of the graphs tells."""
+def _loads(request: Request) -> dict[int, tuple[torch.dtype, int]]:
+    """Dtype and rank of the captured tensors that the graphs load, by position."""
     found: dict[int, tuple[torch.dtype, int]] = {}
     for text, shift in ((request.score, 0), (request.mask, request.score_slots[0])):
         if text:
             for position, facts in parse_graph(text).loads().items():
                 found[position + shift] = facts
-    return [found.get(position) for position in range(max(found, default=-1) + 1)]
+    return found
 
 
 def _fake_backward(*given: Any) -> list[Tensor]:
@@ -276,6 +292,9 @@ def _inputs(
             "torch.compile or FakeTensorMode instead",
             {"reference": "no numbers on device meta"},
         )
+    # The traced half has checked the tensors that the program was traced with; a saved program and
+    # hooks on saved tensors come here with others, and kernels read by address.
+    batch, heads, length, kv_length, _ = check_tensors(query, key, value, enable_gqa=True)
     scale, *numbers = [number.item() for number in parts.floats]
     check_scale(scale, query.dtype)  # the traced half may have seen a symbol
     views = None
@@ -283,6 +302,8 @@ def _inputs(
     if parts.mask:
         *ints, q_block, kv_block = ints
         views = _views(parts.mask, query, key, (q_block, kv_block))
+        lengths = length, kv_length
+        check_mask_fits(parts.mask[0].shape, lengths, batch, heads, *lengths)
     call = Call(
         query,
         key,
