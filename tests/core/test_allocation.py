@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from anyflex.plugin import (
     isolated,
     register,
 )
+from anyflex.runtime import launch
 
 TOO_MUCH = 2**55
 ROWS = 2**50
@@ -144,3 +146,15 @@ def test_what_a_kernel_asks_for_is_no_fault_of_the_plugin(
 def test_other_errors_of_a_kernel_stay_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PluginError, match="without overflow"):
         attend(monkeypatch, "bug")
+
+
+def test_an_accelerator_out_of_memory_for_what_forward_keeps_says_so_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def empty(*size: object, **options: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    plan: Any = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
+        launch.allocate_saved_bytes(plan, 4)

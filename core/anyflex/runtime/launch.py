@@ -104,9 +104,12 @@ def allocate_saved_bytes(plan: Plan, size: int) -> Tensor:
 
     Raises:
         AllocationError: there is none.
+        torch.OutOfMemoryError: there is none on an accelerator.
     """
     try:
         return torch.empty(size, dtype=torch.uint8, device=plan.device)
+    except _THEIR_OWN:
+        raise
     except (RuntimeError, MemoryError) as error:
         raise kernel_failed(plan.compiled, error) from error
 
