@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from anyflex.errors import AnyflexError, ArgumentError, GraphCaptureError, PluginError
+from anyflex.errors import (
+    AnyflexError,
+    ArgumentError,
+    GraphCaptureError,
+    PerformanceWarning,
+    PluginError,
+)
 from anyflex.registry import register, reset
 from anyflex.registry.forced_backends import use_backend
 from anyflex.runtime import kernel_cache
@@ -171,6 +177,16 @@ def test_live_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stub.compiled) == 3
     kernel_for(make_spec(head_dim=2), ("cpu",), "cpu", ())
     assert len(stub.compiled) == 4
+
+
+def test_a_fingerprint_that_is_no_text_is_the_plugins_fault() -> None:
+    stub = make_stub()
+    stub.fingerprint = lambda self: None  # type: ignore[method-assign, assignment, return-value]
+    register("cpu", stub)
+    with pytest.raises(PluginError, match=r"fingerprint\(\) must return a str, got None"):
+        kernel_for(make_spec(), ("cpu",), "cpu", ())
+    with pytest.warns(PerformanceWarning, match=r"fingerprint\(\) must return a str"):
+        assert ask().backend.name == "reference"
 
 
 def test_a_reset_forgets_registrations_and_kernels() -> None:

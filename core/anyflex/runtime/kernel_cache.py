@@ -127,7 +127,9 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
             "gradients) before the capture"
         )
     with plugin_errors.plugin_code(entry.name, entry.distribution, "fingerprint()"):
-        fingerprint = backend.fingerprint()
+        fingerprint: object = backend.fingerprint()
+    if not isinstance(fingerprint, str):
+        raise entry.error(f"is broken: fingerprint() must return a str, got {fingerprint!r}")
     digest = spec.digest()
     artifacts = disk_cache.artifacts_for(
         plugin=entry.name,
