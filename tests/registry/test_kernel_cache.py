@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_compile_that_asks_for_its_own_spec_is_an_error_not_a_hang() -> None:
 
     stub.compile = ask_for_itself  # type: ignore[method-assign]
     register("cpu", stub)
-    with pytest.raises(PluginError, match="RecursionError"):
+    with pytest.raises(PluginError, match="calls anyflex for the spec that it compiles"):
         kernel_for(make_spec(), ("cpu",), "cpu", ())
 
 
@@ -177,6 +178,27 @@ def test_live_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stub.compiled) == 3
     kernel_for(make_spec(head_dim=2), ("cpu",), "cpu", ())
     assert len(stub.compiled) == 4
+
+
+def test_threads_that_find_a_live_kernel_do_not_compile_it_again() -> None:
+    stub = make_stub()
+    register("cpu", stub)
+    first = ask().kernel
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = together(8, lambda: {id(ask().kernel) for _ in range(200)})
+    finally:
+        sys.setswitchinterval(interval)
+    assert set().union(*found) == {id(first)}
+    assert len(stub.compiled) == 1 and not kernel_cache._compiling
+
+
+def test_a_compile_that_fails_leaves_no_lock() -> None:
+    register("cpu", make_stub(raises={"compile": RuntimeError("ptxas failed")}))
+    with pytest.raises(PluginError):
+        kernel_for(make_spec(), ("cpu",), "cpu", ())
+    assert not kernel_cache._compiling
 
 
 def test_a_fingerprint_that_is_no_text_is_the_plugins_fault() -> None:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 
 import torch
 
@@ -34,8 +35,17 @@ KERNELS = 512
 """Maximum number of live kernels that are kept, LRU."""
 
 _kernels: OrderedDict[tuple[Entry, Spec], Kernel] = OrderedDict()
-_compiling: dict[tuple[Entry, Spec], threading.RLock] = {}
-"""Locks of the compiles that are running."""
+
+
+class _Compiling:
+    """A running compile: one thread works, the others wait for it."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.done = threading.Event()
+
+
+_compiling: dict[tuple[Entry, Spec], _Compiling] = {}
 
 
 def kernel_for(
@@ -94,17 +104,35 @@ def _short(failure: PluginError) -> str:
 
 
 def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
-    """Return the live kernel, or compile it; threads that come meanwhile wait."""
+    """Return the live kernel, or compile it. Threads that come meanwhile wait; if it fails they
+    try it themselves, one after the other."""
     key = (entry, spec)
-    # Reentrant: a compile that asks for its own spec is an error and doesn't hang.
-    with _compiling.setdefault(key, threading.RLock()):
-        kernel = _kernels.pop(key, None)
-        if kernel is None:
-            kernel = _compile(entry, backend, spec)
-        _kernels[key] = kernel  # the last one used, now
-        if len(_kernels) > KERNELS:
-            _kernels.popitem(last=False)
-        _compiling.pop(key, None)
+    while (kernel := _live(key)) is None:
+        mine = _Compiling()
+        running = _compiling.setdefault(key, mine)
+        if running is mine:
+            try:
+                # A compile may have ended between the look above and this one's beginning.
+                if (kernel := _live(key)) is None:
+                    kernel = _kernels[key] = _compile(entry, backend, spec)
+                    if len(_kernels) > KERNELS:
+                        with suppress(KeyError):  # `forget` in another thread
+                            _kernels.popitem(last=False)
+                return kernel
+            finally:
+                _compiling.pop(key, None)
+                mine.done.set()
+        if running.thread == mine.thread:
+            raise entry.error("is broken: compile() calls anyflex for the spec that it compiles")
+        running.done.wait()
+    return kernel
+
+
+def _live(key: tuple[Entry, Spec]) -> Kernel | None:
+    """Return the kernel, which is the last one used now, or None."""
+    kernel = _kernels.get(key)
+    with suppress(KeyError):  # none, or another thread has dropped it since
+        _kernels.move_to_end(key)
     return kernel
 
 
