@@ -7,7 +7,7 @@ import torch
 
 from anyflex.contract.option import Option
 from anyflex.errors import ArgumentError, ArgumentTypeError, PerformanceWarning
-from anyflex.registry import register
+from anyflex.registry import backend_table, register
 from anyflex.registry.backend_choice import explain_selection
 from anyflex.registry.freeze_options import freeze_options
 from anyflex.runtime.compiled_kernel import CompiledKernel
@@ -134,6 +134,7 @@ def test_automatic_choice_and_no_skipping_are_honoured() -> None:
         ({"cpu": 3}, ArgumentTypeError, r"kernel_options\['cpu'\] must be a dict"),
         ({"cpu": {"tiles": 3}}, ArgumentError, r"\['cpu'\]\['tiles'\].*nearest is 'tile'"),
         ({"cpu": {"BLOCK_M": 64}}, ArgumentError, "one of torch's keys; write it at the top"),
+        ({"reference": {"x": 1}}, ArgumentError, "backend reference has no options of its own"),
         ({"cpu": {"tile": 48}}, ArgumentError, "one out of 16, 32, 64"),
         ({"cpu": {"tile": "a"}}, ArgumentTypeError, r"of type int.*got 'a' \(str\)"),
         ({"cpu": {"tile": True}}, ArgumentTypeError, r"of type int.*got True \(bool\)"),
@@ -165,3 +166,18 @@ def test_a_key_that_only_another_backend_knows_names_its_owner() -> None:
 
 def test_the_same_value_twice_is_no_contradiction() -> None:
     assert ask({"cpu": {"tile": 32}, "BLOCK_M": 32}).spec.options == (("tile", 32),)
+
+
+def test_options_of_a_loaded_backend_that_does_not_compute_are_checked() -> None:
+    ask({}, "cuda")
+    with pytest.raises(ArgumentError, match=r"kernel_options\['cuda'\]\['pipelin'\].*'pipeline'"):
+        ask({"cuda": {"pipelin": 3}})
+    with pytest.raises(ArgumentTypeError, match=r"kernel_options\['cuda'\]\['pipeline'\]"):
+        ask({"cuda": {"pipeline": "three"}})
+    assert ask({"cuda": {"pipeline": 3}}).backend.name == "cpu"
+
+
+def test_no_backend_is_loaded_to_check_its_options() -> None:
+    ask({"cuda": {"pipelin": 3}})
+    entry = backend_table.current().get("cuda")
+    assert entry is not None and not entry.loaded

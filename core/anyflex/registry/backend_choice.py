@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from anyflex.contract.backend import Backend
 from anyflex.contract.decision import Accepted, Rejected
 from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, PluginError
@@ -127,6 +128,7 @@ class Choice:
         self._check_options()
         if not self.forced_by:
             self.candidates = self._automatic()
+        self._check_own_options()
 
     def _forced(self, names: tuple[str, ...], source: str, explicit: str | None) -> list[Entry]:
         device = self.spec.device_type
@@ -183,6 +185,26 @@ class Choice:
             }
             raise options.unknown_key(unknown[0][0], backends, names)
 
+    def _check_own_options(self) -> None:
+        """Check options of backends that won't compute this call. Backends that aren't loaded, as
+        those of other devices usually aren't, are not loaded for it."""
+        for name, value in self.given:
+            entry = self.table.get(name)
+            if entry is None or not (entry.loaded or name == REFERENCE):
+                continue
+            backend = entry.state().backend
+            if backend is not None:
+                options.resolve(((name, value),), backend, self._loaded_beside(entry))
+
+    def _loaded_beside(self, entry: Entry) -> dict[str, Backend]:
+        return {
+            other.name: loaded
+            for other in self.table.of_device(self.spec.device_type)
+            if other is not entry
+            and other.loaded
+            and (loaded := other.state().backend) is not None
+        }
+
     def _state(self, entry: Entry) -> State:
         state = entry.state()
         present = state.kind != "rejected" or state.backend is None
@@ -201,14 +223,7 @@ class Choice:
                 outcome = state.kind
             line = entry_line(entry, outcome, state.reason)
             return Answer(line, state, self.spec, None, None, state.error)
-        others = {
-            other.name: loaded
-            for other in self.table.of_device(self.spec.device_type)
-            if self.given
-            and other is not entry
-            and other.loaded
-            and (loaded := other.state().backend) is not None
-        }
+        others = self._loaded_beside(entry) if self.given else {}
         resolved = options.resolve(self.given, backend, others)
         spec = self.spec
         if resolved.values:
