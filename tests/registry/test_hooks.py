@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +16,12 @@ import pytest
 
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
+from anyflex.registry import hooks as hooks_module
 from anyflex.registry import isolated, register, register_hooks
 from anyflex.registry.cached_state import STATE, Listeners
 from anyflex.registry.doctor_report import hook_rows
 from anyflex.registry.hook_specs import hookimpl
+from anyflex.registry.hooks import Hooks
 from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.packages import install
 from tests.registry.stubs import Reference, make_spec, make_stub
@@ -139,6 +143,34 @@ def test_a_hook_that_does_not_fit_is_refused_with_both_signatures(
     assert caught.value.plugin == "mine"
     register_hooks(plugin(anyflex_launched=lambda spec: None), "mine")
     assert listening()
+
+
+def test_threads_that_register_the_first_hooks_make_one_manager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, both = hooks_module._new_manager, threading.Barrier(2)
+
+    def slow() -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for another thread that makes one at the same time
+        return make()
+
+    monkeypatch.setattr(hooks_module, "_new_manager", slow)
+    found = Hooks()
+    threads = [
+        # Namespaces with equal functions would be equal, and one plugin.
+        threading.Thread(
+            target=found.add,
+            args=(plugin(anyflex_launched=lambda spec: None), name, "mine 1.0"),
+        )
+        for name in ("first", "second")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found._manager is not None
+    assert sorted(name for name, _ in found._manager.list_name_plugin()) == ["first", "second"]
 
 
 def test_wrappers_are_refused() -> None:

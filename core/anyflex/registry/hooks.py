@@ -3,11 +3,13 @@ pluggy's own stops at the first that raises."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from anyflex.errors import PluginError
+from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry.plugin_errors import load_object, plugin_code, plugin_error, report
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ class Hooks:
         self.dropped: list[PluginError] = []
         self._manager: pluggy.PluginManager | None = None
         self._distributions: dict[str, str] = {}
+        # Reentrant: what is registered may register more when it is read.
+        self._lock = threading.RLock()
+        free_in_child(self)
 
     def names(self) -> list[str]:
         """Return the names of the plugins in use."""
@@ -46,18 +51,19 @@ class Hooks:
     def add(self, plugin: object, name: str, distribution: str) -> None:
         """Register a plugin. Raises `PluginError` if it doesn't fit the hooks' specification, or
         if one of that name is there."""
-        if name in self._distributions:
-            owner = self._distributions[name]
-            raise plugin_error(name, distribution, f"has hooks already, registered by {owner}")
-        manager = self._manager or _new_manager()
-        with plugin_code(name, distribution, "reading its hooks"):
-            problem = _register(manager, plugin, name)
-        if problem:
-            cure = f"Upgrade {distribution.split(' ')[0]}, or set ANYFLEX_DISABLE={name}"
-            raise plugin_error(name, distribution, f"is broken: {problem}. {cure}")
-        self._manager = manager
-        self._distributions[name] = distribution
-        self._update()
+        with self._lock:
+            if name in self._distributions:
+                owner = self._distributions[name]
+                raise plugin_error(name, distribution, f"has hooks already, registered by {owner}")
+            manager = self._manager or _new_manager()
+            with plugin_code(name, distribution, "reading its hooks"):
+                problem = _register(manager, plugin, name)
+            if problem:
+                cure = f"Upgrade {distribution.split(' ')[0]}, or set ANYFLEX_DISABLE={name}"
+                raise plugin_error(name, distribution, f"is broken: {problem}. {cure}")
+            self._manager = manager
+            self._distributions[name] = distribution
+            self._update()
 
     def order(self, spec: Spec, candidates: tuple[str, ...]) -> tuple[str, ...]:
         """Let plugins reorder `candidates`. An answer that isn't a reordering is ignored."""
@@ -103,12 +109,13 @@ class Hooks:
         return answers
 
     def _drop(self, name: str, error: PluginError) -> None:
-        # Another thread may drop it at the same time.
-        if self._distributions.pop(name, None) is not None:
-            assert self._manager is not None
-            self._manager.unregister(name=name)
-            self.dropped.append(error)
-            self._update()
+        with self._lock:
+            # Another thread may have dropped it.
+            if self._distributions.pop(name, None) is not None:
+                assert self._manager is not None
+                self._manager.unregister(name=name)
+                self.dropped.append(error)
+                self._update()
         report(error, "its hooks are not called any more")
 
     def _update(self) -> None:
