@@ -4,6 +4,7 @@ field."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import subprocess
@@ -94,6 +95,15 @@ def test_a_text_is_read_back_as_the_same_spec() -> None:
         assert hash(back) == hash(spec)
         assert back.to_text() == spec.to_text()  # -0.0, True and 1 stay what they are
         assert back.digest() == spec.digest()
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_options_that_are_no_finite_number_are_read_back(number: float) -> None:
+    spec = dataclasses.replace(PLAIN, options=(("bound", number), ("text", str(number))))
+    back = Spec.from_text(spec.to_text())
+    assert back.to_text() == spec.to_text()
+    ((_, found), (_, text)) = back.options
+    assert isinstance(found, float) and str(found) == text == str(number)
 
 
 def test_texts_differ_where_specs_do() -> None:

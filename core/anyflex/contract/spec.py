@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -129,6 +130,10 @@ class Spec:
                 CapturedFacts(_dtype(name), rank, needs_grad)
                 for name, rank, needs_grad in values["captured"]
             )
+            values["options"] = tuple(
+                (name, float(*value) if isinstance(value, tuple) else value)
+                for name, value in values["options"]
+            )
             for name in ("score_graph", "mask_graph"):
                 if values[name] is not None:
                     values[name] = parse_graph(values[name])
@@ -175,6 +180,8 @@ def _plain(value: object) -> object:
         return value.text
     if isinstance(value, CapturedFacts):
         return _plain((value.dtype, value.rank, value.needs_grad))
+    if isinstance(value, float) and not math.isfinite(value):
+        return (str(value),)  # inf and nan are no literals
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
