@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,35 @@ from anyflex.tensors import torch_versions
 from anyflex.tensors.torch_versions import TESTED, is_tested
 
 ROOT = Path(__file__).resolve().parents[2]
+
+WITHOUT = """
+import sys, torch
+{}
+import anyflex
+query = torch.zeros(1, 1, 4, 8, requires_grad=True)
+mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4)
+out = anyflex.flex_attention(query, query, query, None, mask, backend="reference")
+out.sum().backward()
+print(query.grad.shape == query.shape)
+"""
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "del torch._C._len_torch_dispatch_stack, torch._C._is_fwd_grad_enabled",
+        "del torch._C._functorch.maybe_current_level, torch._C._functorch.maybe_get_level",
+        "del torch._C._functorch.peek_interpreter_stack",
+        "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
+        "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
+        "sys.modules['torch.compiler._cache'] = None",
+    ],
+)
+def test_a_torch_without_a_private_name_is_imported_and_used(missing: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing)], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "True", done.stderr
 
 
 @pytest.mark.parametrize(

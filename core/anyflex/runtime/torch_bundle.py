@@ -8,9 +8,10 @@ isn't registered is lost whole, torch's own part too: so this module is loaded b
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from anyflex.runtime.used_artifacts import LISTENERS
-from anyflex.tensors.torch_versions import torch_cache
+from anyflex.tensors.torch_versions import artifact_types, torch_cache
 
 __all__ = ["TYPE", "record"]
 
@@ -35,7 +36,10 @@ def record(member: str, digest: bytes) -> None:
     torch_cache.CacheArtifactManager.record_artifact(TYPE, member, _Digest(digest))
 
 
-class AnyflexArtifact(torch_cache.CacheArtifact):  # type: ignore[misc]
+_Artifact: Any = object if torch_cache is None else torch_cache.CacheArtifact
+
+
+class AnyflexArtifact(_Artifact):  # type: ignore[misc]
     """One artifact: recorded, with its file read late, or out of a bundle."""
 
     def __init__(self, key: str, content: bytes) -> None:
@@ -89,6 +93,6 @@ def _restore(member: str, file: bytes) -> None:
 
 
 # A second `register` asserts: this module was loaded again, and the first one's class serves.
-if TYPE not in torch_cache.CacheArtifactFactory._artifact_types:
+if torch_cache is not None and TYPE not in artifact_types:
     torch_cache.CacheArtifactFactory.register(AnyflexArtifact)
     LISTENERS.append(record)

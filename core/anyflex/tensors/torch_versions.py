@@ -1,7 +1,8 @@
 """Private and version-dependent names of torch: all that anyflex uses.
 
 torch promises nothing about these names. Each is looked up here, once, and every release of
-`TESTED` has it. This module imports nothing of anyflex.
+`TESTED` has it. What `import anyflex` needs has a stand-in for a later torch that lacks it. This
+module imports nothing of anyflex.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "TESTED",
     "GetAttrKey",
     "apply_of",
+    "artifact_types",
     "as_symbol_tensor",
     "batch_level",
     "break_graph",
@@ -69,19 +71,34 @@ def is_tested(version: str) -> bool:
 _torch: Any = torch
 """torch, of whose private names type checkers know nothing."""
 
-dispatch_modes: Callable[[], int] = _torch._C._len_torch_dispatch_stack
+
+def _private(path: str, stand_in: Any) -> Any:
+    """Return ``torch.<path>``, or the stand-in where this torch lacks it."""
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError:
+        return stand_in
+
+
+# Without it each call goes through the dispatcher, as under a mode.
+dispatch_modes: Callable[[], int] = _private("_C._len_torch_dispatch_stack", lambda: 1)
 """Number of dispatch modes in force."""
 
-transform_stack: Callable[[], Any] = _torch._C._functorch.peek_interpreter_stack
+# Without these a call inside of a transform is refused for its tensors, not for the transform.
+transform_stack: Callable[[], Any] = _private("_C._functorch.peek_interpreter_stack", lambda: None)
 """Innermost functorch transform, or None."""
 
-functorch_level: Callable[[], int | None] = _torch._C._functorch.maybe_current_level
+functorch_level: Callable[[], int | None] = _private(
+    "_C._functorch.maybe_current_level", lambda: None
+)
 """Depth of the functorch transforms in force, or None outside of them."""
 
-batch_level: Callable[[Tensor], int] = _torch._C._functorch.maybe_get_level
+batch_level: Callable[[Tensor], int] = _private("_C._functorch.maybe_get_level", lambda tensor: -1)
 """Level of the transform that made a wrapped tensor, -1 of a plain one."""
 
-is_wrapped: Callable[[Tensor], bool] = _torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped: Callable[[Tensor], bool] = _private(
+    "_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False
+)
 """Whether a functorch transform made the tensor."""
 
 
@@ -97,7 +114,7 @@ def version_counter(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-is_functional: Callable[[Tensor], bool] = _torch._is_functional_tensor
+is_functional: Callable[[Tensor], bool] = _private("_is_functional_tensor", lambda tensor: False)
 """Whether functionalization wraps the tensor."""
 
 
@@ -107,8 +124,8 @@ def as_symbol_tensor(kind: type[Any], tensor: Tensor) -> Any:
     return _torch.Tensor._make_subclass(kind, tensor)
 
 
-without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = (
-    _torch.utils._python_dispatch._disable_current_modes
+without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _private(
+    "utils._python_dispatch._disable_current_modes", contextlib.nullcontext
 )
 """Context in which no dispatch mode is in force."""
 
@@ -118,15 +135,18 @@ def kept_out_of_graphs(function: Function) -> Function:
 
     ``torch.compiler.disable`` does the same, and imports the compiler for it.
     """
-    kept: Function = _torch._compile._disable_dynamo(function)
+    kept: Function = _private("_compile._disable_dynamo", torch.compiler.disable)(function)
     return kept
 
 
-register_pytree_node: Callable[..., None] = _torch.utils._pytree.register_pytree_node
-GetAttrKey: Any = _torch.utils._pytree.GetAttrKey
+# Without it a block mask is no argument of an exported program.
+register_pytree_node: Callable[..., None] = _private(
+    "utils._pytree.register_pytree_node", lambda *given, **named: None
+)
+GetAttrKey: Any = _private("utils._pytree.GetAttrKey", str)
 """Key of a pytree's leaf that is an attribute."""
 
-negated_view: Callable[[Tensor], Tensor] = _torch._neg_view
+negated_view: Callable[[Tensor], Tensor] = _private("_neg_view", torch.neg)
 """View of the tensor with torch's negative bit set."""
 
 
@@ -139,10 +159,15 @@ dual_level: Callable[[ModuleType], int] = attrgetter("_current_level")
 """Takes `torch.autograd.forward_ad`. Below 0 where no tensor can have a tangent; a function in C,
 since each call asks."""
 
-forward_mode_enabled: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
+# Without both a mod with no_grad, or in a checkpoint, counts as one with a custom Function.
+forward_mode_enabled: Callable[[], bool] = _private(
+    "_C._is_fwd_grad_enabled", torch.is_grad_enabled
+)
 """Whether forward-mode derivatives are switched on, which custom Functions switch off."""
 
-set_forward_mode: Callable[[bool], None] = _torch._C._set_fwd_grad_enabled
+set_forward_mode: Callable[[bool], None] = _private(
+    "_C._set_fwd_grad_enabled", lambda enabled: None
+)
 
 
 def apply_of(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -167,8 +192,15 @@ def dynamo_constant(function: Function) -> Function:
     return function
 
 
-torch_cache: Any = importlib.import_module("torch.compiler._cache")
-"""torch's cache bundles, with the types of artifacts that they may hold."""
+torch_cache: Any = None
+"""torch's cache bundles, or None in a torch that has others: they lack anyflex's kernels."""
+artifact_types: Any = {}
+"""Types of artifacts that torch's cache bundles may hold, by name."""
+with contextlib.suppress(ImportError, AttributeError):
+    _cache: Any = importlib.import_module("torch.compiler._cache")
+    artifact_types = _cache.CacheArtifactFactory._artifact_types
+    if hasattr(_cache, "CacheArtifact") and hasattr(_cache, "CacheArtifactManager"):
+        torch_cache = _cache
 
 
 def break_graph(reason: str) -> None:
