@@ -284,6 +284,11 @@ def test_a_context_must_be_left_in_the_thread_that_entered_it() -> None:
     assert names_in_force() == ()
 
 
+def test_a_context_that_was_not_entered_cannot_be_left() -> None:
+    with pytest.raises(ArgumentError, match="without having been entered"):
+        use_backend("reference").__exit__(None, None, None)
+
+
 def test_a_context_does_not_reach_other_threads() -> None:
     seen: list[tuple[str, ...]] = []
     with use_backend("reference"):

@@ -97,6 +97,8 @@ class use_backend(ContextDecorator):
     def __exit__(self, *exception: object) -> None:
         try:
             FORCED.reset(self._entered[-1])
+        except IndexError:
+            raise ArgumentError("use_backend: left without having been entered") from None
         except ValueError as error:
             raise ArgumentError(
                 "use_backend: left in another thread or context (an asyncio task, or a generator "
