@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import threading
+import tracemalloc
 import warnings
 import zipfile
 from typing import Any
@@ -396,6 +397,21 @@ def test_saving_replaces_a_file_alone_and_follows_a_link(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no umask")
+def test_an_archive_is_loaded_one_member_at_a_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for position in range(20):
+        disk_cache.store().put("build", KEY, f"code{position}", os.urandom(2**20))
+    cache_archive.save(disk_cache.store(), tmp_path / "a.zip")
+    disk_cache.store().clear()
+    tracemalloc.start()
+    try:
+        assert cache_archive.load(disk_cache.store(), tmp_path / "a.zip").artifacts == 20
+        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_the_mode_of_an_archive_is_the_umask_s(tmp_path: pathlib.Path, mask: int) -> None:
     artifacts().put("code", b"1")

@@ -184,18 +184,21 @@ def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
                     "it with `anyflex cache save` of this version"
                 )
             _check_usable(store)
-            artifacts = [_read(archive, member, path) for member in archive.infolist()]
-        refused = {
-            (build, key): reason
-            for build, key, name, data in artifacts
-            if name == ORIGIN and (reason := artifact_origin.mismatch(data)) is not None
-        }
-        skipped: Counter[str] = Counter()
-        for build, key, name, data in artifacts:
-            if (build, key) in refused:
-                skipped[refused[build, key]] += 1
-            else:
-                store.put(build, key, name, data, used=False)
+            # Read twice, one at a time: all are checked before the first is stored, and an archive
+            # may be larger than memory.
+            members = archive.infolist()
+            refused = {
+                (build, key): reason
+                for build, key, name, data in (_read(archive, each, path) for each in members)
+                if name == ORIGIN and (reason := artifact_origin.mismatch(data)) is not None
+            }
+            skipped: Counter[str] = Counter()
+            for member in members:
+                build, key, name, data = _read(archive, member, path)
+                if (build, key) in refused:
+                    skipped[refused[build, key]] += 1
+                else:
+                    store.put(build, key, name, data, used=False)
     except ArgumentError:
         raise
     except _UNREADABLE as error:
@@ -205,7 +208,7 @@ def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
     reasons = tuple(f"{count} artifacts {reason}" for reason, count in sorted(skipped.items()))
     for reason in reasons:
         _log.warning("the archive %s: not loaded: %s", path, reason)
-    return Loaded(len(artifacts) - skipped.total(), skipped.total(), reasons)
+    return Loaded(len(members) - skipped.total(), skipped.total(), reasons)
 
 
 def restore(store: Store, member: str, file: bytes) -> str | None:
