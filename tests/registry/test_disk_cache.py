@@ -175,6 +175,15 @@ def test_a_folder_that_cannot_be_written_costs_one_warning_and_no_failure(
     assert str(tmp_path / "file" / "cache") in str(warning.message)
 
 
+def test_threads_that_give_the_folder_up_together_warn_once(tmp_path: pathlib.Path) -> None:
+    store = disk_cache.Store(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # each has looked before the other gave up
+            store._give_up("No space left on device")
+    assert len(caught) == 1
+
+
 def test_a_full_disk_costs_one_warning_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")

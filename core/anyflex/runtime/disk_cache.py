@@ -21,11 +21,13 @@ import pathlib
 import re
 import sys
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
+from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.process.user_frames import user_stacklevel
 from anyflex.process.version import VERSION
 from anyflex.registry import cached_state, environment
@@ -131,6 +133,8 @@ class Store:
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder / FOLDER
         self.problem: str | None = None
+        self._lock = threading.Lock()
+        free_in_child(self)
         self._checked = False
 
     def get(self, build: str, key: str, name: str) -> bytes | None:
@@ -218,7 +222,10 @@ class Store:
         return True
 
     def _give_up(self, problem: str) -> None:
-        self.problem = problem
+        with self._lock:
+            first, self.problem = self.problem is None, problem
+        if not first:
+            return
         warnings.warn(
             f"the kernel cache {self.folder} can't be used ({problem}); compiled kernels are kept "
             "in memory only. Set ANYFLEX_CACHE_DIR to a writable folder of your own",
