@@ -9,6 +9,7 @@ separate kernel makes dQ (`wide_backward_call`), whose sums always repeat.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,12 @@ from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import (
     descriptor,
-    descriptor_type,
     row_descriptor,
-    row_descriptor_type,
 )
 from anyflex_cuda.kernel_arguments import TYPES
 from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_launches
 from anyflex_triton.building import (
     BYTES,
-    FixedArguments,
     FixedLaunch,
     Launch,
     Options,
@@ -37,7 +35,6 @@ from anyflex_triton.building import (
     backward_sizes,
     backward_values,
     captured_additions,
-    classes,
     expected_backward,
     key_head_group,
     layout_of,
@@ -46,7 +43,6 @@ from anyflex_triton.building import (
     padded,
     pointer_type,
     row_values_launch,
-    strides_of,
     with_rows,
 )
 
@@ -236,10 +232,8 @@ def hopper_launches(
     # The True is safe: whether tiles end where the lengths do follows from the shapes.
     mods = gluon.mods_key(call, True)
     key = ("anyflex_cuda.backward", mods, backward_key(portable, call, saved, grad, grads))
-    fixed = gluon.kept(call, key)
-    if fixed is None:
-        fixed = _fixed_launches(portable, gluon, call, saved, grad, grads, work)
-        gluon.keep(call, key, fixed)
+    make = partial(_fixed_launches, portable, gluon, call, saved, grad, grads, work)
+    fixed = gluon.kept(call, key, make)
     values = backward_values(portable, call, saved, grad, grads)
     values.update(
         odd_keys=work.odd_keys, odd_rows=or_else(work.odd_rows, work.odd_keys),
@@ -335,19 +329,22 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     width, value_width = padded(spec.head_dim), padded(spec.value_head_dim)
     want_dq = work.dq_sums is not None
     totals = _totals(grads, work)
-    boxes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-        name: (tensor, (1, 1, rows_of_box, columns))
-        for name, tensor, rows_of_box, columns in (
-            ("query", call.query, block_m, width), ("dout", dout, block_m, value_width),
-            ("key", call.key, 64, width), ("value", call.value, 64, value_width),
-            ("dk", dk, 64, width), ("dv", dv, 64, value_width),
-        )
+    queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
+    of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
+    fixed = {
+        **backward_sizes(call, work.row_values),
+        "query": descriptor(call.query, queries), "dout": descriptor(dout, values),
+        "key": descriptor(call.key, of_keys), "value": descriptor(call.value, of_values),
+        "dk": descriptor(dk, of_keys), "dv": descriptor(dv, of_values),
+        "row_values": row_descriptor(work.row_values, block_m), "units": units, "tiles": tiles,
+        # The cache also holds the float32 sums of dQ that tiles add to.
+        "head_group": key_head_group(call, 4 * spec.head_dim),
     }  # fmt: skip
     if work.dq_sums is not None:
-        boxes["dq_sums"] = (work.dq_sums, (1, 128, 32))
-    program = made.program(
-        ("hopper backward", DYNAMIC, blocks, block_m, ragged, want_dq, mods.key),
+        fixed["dq_sums"] = descriptor(work.dq_sums, (1, 128, 32))
+    return made.fixed_launch(
         hopper_backward.backward_kernel,
+        min(tiles * units, forward_call.cores(call.query.device)),
         {
             **mod_constants(mods, totals),
             "Q_BLOCK": blocks[0],
@@ -360,40 +357,25 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
             "DYNAMIC": DYNAMIC,
         },
         Options(4, 1),
-        types={
-            **{name: descriptor_type(of.dtype, box) for name, (of, box) in boxes.items()},
-            "row_values": row_descriptor_type(block_m),
-            "totals": tuple(pointer_type(total.dtype) for total in totals),
-        },
+        fixed,
+        types={"totals": tuple(pointer_type(total.dtype) for total in totals)},
     )
-    fixed = {
-        **backward_sizes(call, work.row_values),
-        **{name: descriptor(tensor, box) for name, (tensor, box) in boxes.items()},
-        "row_values": row_descriptor(work.row_values, block_m),
-        "units": units,
-        "tiles": tiles,
-        # The cache also holds the float32 sums of dQ that tiles add to.
-        "head_group": key_head_group(call, 4 * spec.head_dim),
-    }
-    programs = min(tiles * units, forward_call.cores(call.query.device))
-    return FixedLaunch(program, programs, FixedArguments(fixed))
 
 
 def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> FixedLaunch:
     dq, odd_rows = grads.dq, work.odd_rows
     assert dq is not None and odd_rows is not None
     layouts = {"dq": layout_of(dq)}
-    program = made.program(
-        ("hopper convert", *classes(layouts)),
+    return made.fixed_launch(
         backward_rows.convert_kernel,
+        odd_rows.numel(),
         {"D": padded(made.spec.head_dim), "UNIT": layouts["dq"].unit},
         Options(4, 1),
+        backward_sizes(call, work.row_values),
         layouts,
         TYPES,
         {"dq_sums": BYTES},
     )
-    fixed = {**backward_sizes(call, work.row_values), **strides_of(layouts)}
-    return FixedLaunch(program, odd_rows.numel(), FixedArguments(fixed))
 
 
 def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> FixedLaunch:
@@ -409,9 +391,18 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
     )
     blocks = (_KEYS, _KEYS) if call.mask is None else call.mask.block_size
     mods = made.mods(call, False)
-    program = made.program(
-        ("hopper repair", blocks, odd_rows is not None, mods.key, *classes(layouts)),
+    row_tiles = 0 if odd_rows is None else odd_rows.numel()
+    row_programs = -(-row_tiles // _LOOKED_AT)
+    fixed = {
+        **backward_sizes(call, work.row_values),
+        "padded_keys": odd_keys.shape[1] * 64,
+        "row_tiles": row_tiles,
+        "key_tiles": odd_keys.numel(),
+        "row_programs": row_programs,
+    }
+    return made.fixed_launch(
         backward_rows.repair_kernel,
+        row_programs + -(-odd_keys.numel() // _LOOKED_AT),
         {
             **mod_constants(mods, totals),
             "Q_BLOCK": blocks[0],
@@ -421,18 +412,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "BLOCK_N": _REPAIRED_KEYS,
         },
         Options(4, 1),
+        fixed,
         layouts,
         {**TYPES, "totals": tuple(pointer_type(total.dtype) for total in totals)},
     )
-    row_tiles = 0 if odd_rows is None else odd_rows.numel()
-    row_programs = -(-row_tiles // _LOOKED_AT)
-    fixed = {
-        **backward_sizes(call, work.row_values),
-        **strides_of(layouts),
-        "padded_keys": odd_keys.shape[1] * 64,
-        "row_tiles": row_tiles,
-        "key_tiles": odd_keys.numel(),
-        "row_programs": row_programs,
-    }
-    programs = row_programs + -(-odd_keys.numel() // _LOOKED_AT)
-    return FixedLaunch(program, programs, FixedArguments(fixed))

@@ -67,8 +67,7 @@ def program_for(
 ) -> Program:
     """Return the kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
-        made, blackwell_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even,
-        wanted,
+        made, blackwell_forward.forward_kernel, boxes_for(tiles, made.spec), mods, even, wanted,
         {
             "MASK_SCORES": mods.mask_scores,
             "STAGES": tiles.stages,

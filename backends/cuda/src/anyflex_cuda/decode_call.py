@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, forward_call
-from anyflex_cuda.forward_call import DESCRIBED, OUTS, layouts_of
+from anyflex_cuda.forward_call import DESCRIBED, layouts_of
 from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
 from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
 from anyflex_triton.building import (
     BYTES,
     FixedArguments,
-    Launch,
+    FixedLaunch,
     Layout,
     Mods,
     Options,
@@ -141,7 +141,7 @@ class DecodeFit(NamedTuple):
         adds: whether these programs also add up the parts of units.
         at_once: number of a unit's parts added up at a time, where another kernel does that.
         rows: number of query rows of all heads.
-        fixed: returns arguments of the kernels, given the layout of out.
+        fixed: arguments of the kernels, but for the strides of out.
     """
 
     workspace: tuple[TensorSpec, ...]
@@ -151,7 +151,7 @@ class DecodeFit(NamedTuple):
     adds: bool
     at_once: int
     rows: int
-    fixed: Callable[[Layout], FixedArguments]
+    fixed: Mapping[str, object]
 
 
 def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> DecodeFit | None:
@@ -215,9 +215,7 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
         parts * unit_rows <= _MOST_ADDED,
         _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS,
         batch * heads * length,
-        lru_cache(OUTS)(
-            lambda out: FixedArguments({**values, "o_strides": out.strides}, DESCRIBED)
-        ),
+        values,
     )
 
 
@@ -255,17 +253,12 @@ def decode_program(
     if not adds:
         # Another kernel writes the outputs.
         unit, lse, rest = 1, False, False
-    key = ("hopper decode", tiles, plan, mods.key, adds, unit, lse, max_scores, rest)
-    program = made.existing.get(key)
-    if program is not None:
-        return program
     # Imported here because most processes don't decode, and Triton reads the source of each of its
     # functions.
     from anyflex_cuda import hopper_decode
 
     boxes = _boxes(spec, tiles)
     return made.program(
-        key,
         hopper_decode.decode_kernel,
         {
             **mod_constants(mods),
@@ -314,7 +307,6 @@ def launch_decode(
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
     wanted = forward_call.wanted_of(out)
-    parts = decode_program(made, tiles, fit.plan, mods, fit.adds, o_layout.unit, wanted)
     # One dict serves all kernels: a name means the same in each of them.
     values = made.mod_values(call)
     values["query"] = call.query
@@ -328,29 +320,34 @@ def launch_decode(
     values["tops"] = or_else(tops, partial_out)
     values["lse"] = or_else(out.lse, partial_out)
     values["max_scores"] = or_else(out.max_scores, partial_out)
-    fixed = fit.fixed(o_layout)
-    launches = [Launch(parts, fit.programs, fixed, values)]
-    if not fit.adds:
-        scored = mods.score_mod is not None
-        sums = _sums_program(portable, fit, o_layout.unit, scored, wanted)
-        launches.append(Launch(sums, fit.rows, fixed, values))
     if call.mask is not None:
         rows = mask_rows(call.mask)
         values["offsets"] = rows.offsets
         values["ends"] = rows.ends
         values["runs"] = rows.runs
         values["mask_strides"] = rows.strides
+    make = partial(_fixed_launches, portable, made, tiles, fit, call, o_layout, mods, wanted)
+    parts = made.kept(call, ("anyflex_cuda.decode", mods.key, o_layout, wanted), make)
+    launch_all([part.launch(values) for part in parts], call.query.device)
+
+
+def _fixed_launches(
+    portable: Programs, made: GluonPrograms, tiles: DecodeTiles, fit: DecodeFit, call: Call,
+    out: Layout, mods: Mods, wanted: tuple[bool, bool, bool],
+) -> list[FixedLaunch]:  # fmt: skip
+    """Return the parts of `launch_decode` that calls of the same shapes and strides share."""
+    fixed = FixedArguments({**fit.fixed, "o_strides": out.strides}, DESCRIBED)
+    parts = decode_program(made, tiles, fit.plan, mods, fit.adds, out.unit, wanted)
+    found = [FixedLaunch(parts, fit.programs, fixed)]
+    if not fit.adds:
+        sums = _sums_program(portable, fit, out.unit, mods.score_mod is not None, wanted)
+        found.append(FixedLaunch(sums, fit.rows, fixed))
+    if call.mask is not None:
+        constants = {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n}
+        steps = portable.program(decode_steps.steps_kernel, constants, Options(4, 1), types=TYPES)
         # One program for each entry, and one that counts.
-        entries = call.mask.shape[0]
-        steps = portable.program(
-            ("hopper decode steps", tiles.block_n),
-            decode_steps.steps_kernel,
-            {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n},
-            Options(4, 1),
-            types=TYPES,
-        )
-        launches.insert(0, Launch(steps, entries + 1, fixed, values))
-    launch_all(launches, call.query.device)
+        found.insert(0, FixedLaunch(steps, call.mask.shape[0] + 1, fixed))
+    return found
 
 
 def _sums_program(
@@ -363,15 +360,10 @@ def _sums_program(
         scored: whether there is a score mod.
         wanted: whether lse, max_scores and rest are.
     """
-    key = ("hopper decode sums", fit.plan, fit.at_once, unit, scored, wanted)
-    program = made.existing.get(key)
-    if program is not None:
-        return program
     from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
     lse, max_scores, rest = wanted
     return made.program(
-        key,
         decode_sums.combine_kernel,
         {
             "PLAN": fit.plan,

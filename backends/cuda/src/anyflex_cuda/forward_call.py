@@ -216,8 +216,8 @@ def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[s
 
 
 def boxed_program(
-    made: GluonPrograms, function: Any, tiles: NamedTuple, boxes: Mapping[str, tuple[int, ...]],
-    mods: Mods, even: bool, wanted: tuple[bool, bool, bool], constants: Mapping[str, object],
+    made: GluonPrograms, function: Any, boxes: Mapping[str, tuple[int, ...]], mods: Mods,
+    even: bool, wanted: tuple[bool, bool, bool], constants: Mapping[str, object],
 ) -> Program:  # fmt: skip
     """Return a kernel of forward in Gluon, compiled for a class of calls.
 
@@ -237,7 +237,6 @@ def boxed_program(
     if spec.mask_kind == "none":
         absent |= {"tile_order", "order_strides", "ordered"}
     return made.program(
-        (function, tiles, mods.key, even, wanted),
         function,
         {
             **dict.fromkeys(absent),
@@ -265,8 +264,7 @@ def program_for(
 ) -> Program:
     """Return Hopper's kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
-        made, hopper_forward.forward_kernel, tiles, boxes_for(tiles, made.spec), mods, even,
-        wanted,
+        made, hopper_forward.forward_kernel, boxes_for(tiles, made.spec), mods, even, wanted,
         {
             "READ_ROWS": mods.read_rows,
             "READ_COLUMNS": mods.read_columns,

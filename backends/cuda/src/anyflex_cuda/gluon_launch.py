@@ -20,7 +20,6 @@ __all__ = [
     "is_aligned",
     "is_boxed",
     "row_descriptor",
-    "row_descriptor_type",
 ]
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -35,6 +34,11 @@ class GluonProgram(Program):
 
     source_type = GluonSource
 
+    @staticmethod
+    def box_type(boxes: Boxes) -> str:
+        """Return `descriptor_type`."""
+        return descriptor_type(boxes.base.dtype, tuple(boxes.block_shape))
+
 
 @lru_cache
 def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
@@ -45,7 +49,10 @@ def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
         box: sizes of what one load or store moves.
     """
     shape = ", ".join(map(str, box))
-    layout = gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
+    if len(box) == 2:  # of a `row_descriptor`
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
     return f"tensordesc<{pointer_type(dtype)[1:]}[{shape}],{layout!r}>"
 
 
@@ -61,13 +68,6 @@ def row_descriptor(row_values: Tensor, count: int) -> Boxes:
     length = row_values.shape[-1]
     rows = row_values.numel() // length
     return Boxes(row_values, [rows, length], [length, 1], [1, count])
-
-
-@lru_cache
-def row_descriptor_type(count: int) -> str:
-    """Return `descriptor_type` of a `row_descriptor`."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return f"tensordesc<fp32[1, {count}],{layout!r}>"
 
 
 @lru_cache(4096)

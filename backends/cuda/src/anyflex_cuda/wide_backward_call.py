@@ -9,14 +9,9 @@ from torch import Tensor
 from anyflex.plugin import Call, Grads, Spec
 from anyflex_cuda.forward_call import parts_of
 from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
-from anyflex_cuda.gluon_launch import (
-    descriptor,
-    descriptor_type,
-    row_descriptor,
-    row_descriptor_type,
-)
+from anyflex_cuda.gluon_launch import descriptor, row_descriptor
 from anyflex_triton.building import (
-    FixedArguments,
+    Boxes,
     FixedLaunch,
     Mods,
     Options,
@@ -39,19 +34,14 @@ def is_wide(spec: Spec) -> bool:
     return max(spec.head_dim, spec.value_head_dim) > 128
 
 
-def _boxes(
-    tensors: Mapping[str, Tensor | None],
-) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
-    """Return tensors and boxes by names of descriptors; None for a missing tensor or second
-    part."""
-    found: dict[str, tuple[Tensor, tuple[int, ...]] | None] = {}
+def _boxes(tensors: Mapping[str, Tensor | None]) -> dict[str, Boxes | None]:
+    """Return descriptors by name; None for a missing tensor or second part."""
+    found: dict[str, Boxes | None] = {}
     for name, tensor in tensors.items():
-        if tensor is None:
-            found[name] = found[f"{name}_2"] = None
-            continue
-        first, *rest = parts_of(tensor.shape[3])
-        found[name] = tensor, (1, 1, 64, first)
-        found[f"{name}_2"] = (tensor, (1, 1, 64, rest[0])) if rest else None
+        found[name] = found[f"{name}_2"] = None
+        if tensor is not None:
+            for part, columns in zip(("", "_2"), parts_of(tensor.shape[3]), strict=False):
+                found[name + part] = descriptor(tensor, (1, 1, 64, columns))
     return found
 
 
@@ -106,28 +96,20 @@ def _launch(
 
     spec = made.spec
     blocks = (_ROWS, _ROWS) if call.mask is None else call.mask.block_size
-    boxes = _boxes(tensors)
-    there = {name: each for name, each in boxes.items() if each is not None}
-    types = {name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()}
-    absent = [name for name in boxes if name not in there]
-    fixed = {
-        **backward_sizes(call, row_values),
-        **{name: descriptor(tensor, box) for name, (tensor, box) in there.items()},
-        "units": units,
-        "tiles": tiles,
+    fixed: dict[str, object] = {
+        **backward_sizes(call, row_values), **_boxes(tensors), "units": units, "tiles": tiles,
         "head_group": head_group,
-    }
+    }  # fmt: skip
     if of_queries:
-        absent.append("odd_keys")
+        fixed["odd_keys"] = None
     else:
-        absent += ["odd_rows", "padded_length"]
-        types["row_values"] = row_descriptor_type(_STEP)
+        fixed.update(odd_rows=None, padded_length=None)
         fixed["row_values"] = row_descriptor(row_values, _STEP)
-    program = made.program(
-        ("hopper wide backward", of_queries, blocks, ragged, mods.key),
+    return made.fixed_launch(
         hopper_wide_backward.wide_kernel,
+        tiles * units,
         {
-            **dict.fromkeys(absent),
+            **{name: None for name, each in fixed.items() if each is None},
             **mod_constants(mods),
             "OF_QUERIES": of_queries,
             "Q_BLOCK": blocks[0],
@@ -137,7 +119,6 @@ def _launch(
             "DV": sum(parts_of(spec.value_head_dim)),
         },
         Options(4, 1),
-        types=types,
+        {name: each for name, each in fixed.items() if each is not None},
+        described={f"{name}_2": name for name in tensors},
     )
-    second = {f"{name}_2": name for name in tensors}
-    return FixedLaunch(program, tiles * units, FixedArguments(fixed, second))

@@ -28,15 +28,13 @@ from anyflex_triton.kernel_signatures import (
     MaskRows,
     Programs,
     beside,
-    classes,
     kept_of,
     key_head_group,
     or_else,
     padded,
-    strides_of,
     tile_count,
 )
-from anyflex_triton.launch import FixedArguments, FixedLaunch
+from anyflex_triton.launch import FixedLaunch
 from anyflex_triton.mask_refinement import mask_rows
 from anyflex_triton.mods import Sums
 from anyflex_triton.program import Options
@@ -190,15 +188,15 @@ def row_values_launch(
         "HAS_REST": rest is not None,
         "BLOCK_M": 32,
     }
-    key = ("rows", function, *constants.values(), *classes(layouts))
-    program = made.program(key, function, constants, Options(4, 1), layouts, types, aligned)
     fixed = {
         **backward_sizes(call, row_values),
-        **strides_of(layouts),
         "dl_strides": (0, 0, 0) if grad.dlse is None else grad.dlse.stride(),
     }
     batch, heads = call.query.shape[:2]
-    return FixedLaunch(program, batch * heads * -(-rows // 32), FixedArguments(fixed))
+    programs = batch * heads * -(-rows // 32)
+    return made.fixed_launch(
+        function, programs, constants, Options(4, 1), fixed, layouts, types, aligned
+    )
 
 
 def keys_launch(
@@ -231,27 +229,20 @@ def keys_launch(
         described = None
     even = made.is_even(call, config, "queries", rows)
     mods = made.mods(call, even)
-    wanted = (dk is not None, dv is not None)
     blocks = spec.block_size[::-1] if rows is None else rows.block_size
-    heads_beside = beside(described, call.query, dout)
-    types = made.descriptors(described, block_m, query="D", dout="DV")
     tiles = tile_count(rows, call.key.shape[2], config.block_n)
     fixed = {
         **backward_sizes(call, row_values),
-        **strides_of(layouts),
         **made.described(described, block_m, query=call.query, dout=dout),
         "tiles": tiles,
         "head_group": key_head_group(call),
     }
     if described == "host":
-        types["row_values"] = f"tensordesc<fp32[{block_m}]>"
         fixed["row_values"] = descriptor_of_floats(row_values, block_m)
-    program = made.program(
-        (
-            "keys", config, blocks, even, mods.key, wanted, described, heads_beside,
-            *classes(layouts),
-        ),
+    kv_batch, kv_heads = call.key.shape[:2]
+    return made.fixed_launch(
         backward_keys.key_kernel,
+        tiles * kv_batch * kv_heads,
         {
             **mods.reading(),
             "SCORE_MOD_BACKWARD": mods.score_mod_backward,
@@ -260,7 +251,7 @@ def keys_launch(
             "WANT_DK": dk is not None,
             "WANT_DV": dv is not None,
             "DESCRIBED": described,
-            "BESIDE": heads_beside,
+            "BESIDE": beside(described, call.query, dout),
             "EVEN": even,
             "LOOPED": made.target == "blackwell",
             "FOLLOWS": made.overlaps,
@@ -269,11 +260,9 @@ def keys_launch(
             "BLOCK_N": config.block_n,
         },
         overlapping(config.options, made.overlaps),
+        fixed,
         layouts,
-        types,
-    )  # fmt: skip
-    kv_batch, kv_heads = call.key.shape[:2]
-    return FixedLaunch(program, tiles * kv_batch * kv_heads, FixedArguments(fixed))
+    )
 
 
 def queries_launch(
@@ -301,13 +290,17 @@ def queries_launch(
     mods = made.mods(call, even, sums)
     blocks = spec.block_size if rows is None else rows.block_size
     follows = follows_keys and made.overlaps
-    heads_beside = beside(described, call.key, call.value)
-    program = made.program(
-        (
-            "queries", config, blocks, even, mods.key, dq is not None, described, heads_beside,
-            follows, *classes(layouts),
-        ),
+    batch, heads, length = call.query.shape[:3]
+    tiles = tile_count(rows, length, config.block_m)
+    fixed = {
+        **backward_sizes(call, row_values),
+        **made.described(described, config.block_n, key=call.key, value=call.value),
+        "tiles": tiles,
+        "head_group": made.head_group(batch * heads, call.key.shape[2]),
+    }
+    return made.fixed_launch(
         backward_queries.query_kernel,
+        tiles * batch * heads,
         {
             **mods.reading(),
             "SCORE_MOD_BACKWARD": mods.score_mod_backward,
@@ -316,26 +309,14 @@ def queries_launch(
             "KV_BLOCK": blocks[1],
             "WANT_DQ": dq is not None,
             "DESCRIBED": described,
-            "BESIDE": heads_beside,
+            "BESIDE": beside(described, call.key, call.value),
             "EVEN": even,
             "FOLLOWS": follows,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
         },
         overlapping(config.options, follows),
+        fixed,
         layouts,
-        {
-            **made.descriptors(described, config.block_n, key="D", value="DV"),
-            "totals": tuple(pointer_type(total.dtype) for total in totals),
-        },
-    )  # fmt: skip
-    batch, heads, length = call.query.shape[:3]
-    tiles = tile_count(rows, length, config.block_m)
-    fixed = {
-        **backward_sizes(call, row_values),
-        **strides_of(layouts),
-        **made.described(described, config.block_n, key=call.key, value=call.value),
-        "tiles": tiles,
-        "head_group": made.head_group(batch * heads, call.key.shape[2]),
-    }
-    return FixedLaunch(program, tiles * batch * heads, FixedArguments(fixed))
+        {"totals": tuple(pointer_type(total.dtype) for total in totals)},
+    )

@@ -5,7 +5,7 @@ A kernel class         `TritonKernel` chooses and launches the portable kernels,
                        others; it is constructed with `KernelInputs`
 Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the user's functions,
                        `mask_rows`, a block mask's runs; `Arguments` and `types_of` describe a
-                       kernel's parameters; `strides_of`, `classes`, `padded`
+                       kernel's parameters; `padded`
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
 Launches               `Launch`, `FixedLaunch`, `FixedArguments`, `launch_all`; `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
@@ -45,12 +45,10 @@ from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
     Mods,
     Programs,
-    classes,
     kept_of,
     key_head_group,
     or_else,
     padded,
-    strides_of,
 )
 from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows, with_rows
@@ -88,7 +86,6 @@ __all__ = [
     "backward_sizes",
     "backward_values",
     "captured_additions",
-    "classes",
     "compile_with_next",
     "expected_backward",
     "integer_specs",
@@ -105,7 +102,6 @@ __all__ = [
     "pointer_type",
     "row_values_launch",
     "source_for",
-    "strides_of",
     "types_of",
     "with_rows",
     "write_source",

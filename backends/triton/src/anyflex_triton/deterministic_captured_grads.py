@@ -9,6 +9,7 @@ Non-finite additions are summed as floats: infinity and NaN are the same in any 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from anyflex.plugin import Call, TensorSpec
 from anyflex_triton import backward
 from anyflex_triton.kernel_signatures import Programs
-from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, kept_launch
+from anyflex_triton.launch import FixedLaunch, Launch, kept_launch
 from anyflex_triton.program import Options
 
 __all__ = ["integer_specs", "total_launches"]
@@ -50,11 +51,9 @@ def total_launches(
         parts: as in `kept_launch`.
     """
 
-    def make() -> FixedLaunch:
-        constants = {"BLOCK": _BLOCK}
-        program = made.program(("totals",), backward.total_kernel, constants, Options(4, 1))
-        return FixedLaunch(program, 1, FixedArguments({}))
-
+    make = partial(
+        made.fixed_launch, backward.total_kernel, 1, {"BLOCK": _BLOCK}, Options(4, 1), {}
+    )
     part = kept_launch(parts, "totals", make)
     return [
         Launch(

@@ -19,14 +19,12 @@ from anyflex_triton.kernel_signatures import (
     Mods,
     Programs,
     beside,
-    classes,
     kept_of,
     or_else,
     padded,
-    strides_of,
     tile_count,
 )
-from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
+from anyflex_triton.launch import FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows, rows_for
 from anyflex_triton.parallel_compile import begin_compiling
 from anyflex_triton.program import INTERPRETED, Options, Program
@@ -151,9 +149,8 @@ def _prefill_launch(
         rest is None, tops is None, result.stride(), tensors[4].stride(),
         *map(alignment_of, tensors),
     )  # fmt: skip
-    fixed: FixedLaunch | None = made.kept(call, key)
-    if fixed is None:
-        fixed = made.keep(call, key, _fixed_prefill(made, call, out, rows, config, mods, even))
+    make = partial(_fixed_prefill, made, call, out, rows, config, mods, even)
+    fixed = made.kept(call, key, make)
     values = made.common_values(call, rows)
     values["query"], values["key"], values["value"], values["out"], values["rest"] = tensors
     values["key_rows"], values["value_rows"] = call.key, call.value
@@ -171,14 +168,18 @@ def _fixed_prefill(
     rest, tops = kept_of(out.saved)
     layouts = made.layouts(call, out=layout_of(out.out), rest=layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
-    heads_beside = beside(described, call.key, call.value)
     blocks = spec.block_size if rows is None else rows.block_size
-    program = made.program(
-        (
-            "forward", config, blocks, even, mods.key, described, heads_beside,
-            tops is not None, *classes(layouts),
-        ),
+    batch, heads, length = call.query.shape[:3]
+    keys = call.key.shape[2]
+    tiles = tile_count(rows, length, config.block_m)
+    fixed = {
+        **made.described(described, config.block_n, key=call.key, value=call.value),
+        "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
+        "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
+    }  # fmt: skip
+    return made.fixed_launch(
         forward.forward_kernel,
+        tiles * batch * heads,
         {
             **mods.reading(),
             "Q_BLOCK": blocks[0],
@@ -188,7 +189,7 @@ def _fixed_prefill(
             "WANT_REST": rest is not None,
             "WANT_TOPS": tops is not None,
             "DESCRIBED": described,
-            "BESIDE": heads_beside,
+            "BESIDE": beside(described, call.key, call.value),
             "MASK_READS": made.mask_reads_pairs,
             "EVEN": even,
             "OVERLAP": config.overlap,
@@ -197,19 +198,9 @@ def _fixed_prefill(
             "BLOCK_N": config.block_n,
         },
         config.options,
+        fixed,
         layouts,
-        made.descriptors(described, config.block_n, key="D", value="DV"),
-    )  # fmt: skip
-    batch, heads, length = call.query.shape[:3]
-    keys = call.key.shape[2]
-    tiles = tile_count(rows, length, config.block_m)
-    values = {
-        **made.described(described, config.block_n, key=call.key, value=call.value),
-        **strides_of(layouts),
-        "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
-        "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
-    }  # fmt: skip
-    return FixedLaunch(program, tiles * batch * heads, FixedArguments(values))
+    )
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
@@ -224,9 +215,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     tensors = call.query, call.key, call.value
     # Decoding calls repeat token by token and layer by layer: their common part is cached.
     key = ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors))
-    fixed: FixedLaunch | None = made.kept(call, key)
-    if fixed is None:
-        fixed = made.keep(call, key, _fixed_splits(made, call, mods, config))
+    fixed = made.kept(call, key, partial(_fixed_splits, made, call, mods, config))
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
     (values["partial_out"],) = out.workspace
@@ -238,15 +227,20 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
     packed = packed_heads(spec, call)
-    layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
-    described = made.own_describer(call.key, call.value)
+    splits = splits_of(spec, call)
+    pieces = -(-max(keys, 1) // config.block_n)
+    fixed = {
+        "sums_at": splits.sums_at,
+        "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
+        "split_length": -(-pieces // splits.number) * config.block_n,
+    }  # fmt: skip
     # Imported here because most processes don't decode, and Triton reads each function's source.
     from anyflex_triton import decode
 
-    program = made.program(
-        ("decode", config, mods.key, packed, rows, described, *classes(layouts)),
+    return made.fixed_launch(
         decode.decode_kernel,
+        batch * (heads // packed) * splits.number,
         {
             # Decoding tiles have one part.
             "D": padded(spec.head_dim),
@@ -255,23 +249,15 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
             "MASK_MOD": mods.mask_mod,
             "KV_BLOCK": spec.block_size[1],
             "PACKED": packed,
-            "DESCRIBED": described,
+            "DESCRIBED": made.own_describer(call.key, call.value),
             "LEADS": made.overlaps,
             "BLOCK_M": rows,
             "BLOCK_N": config.block_n,
         },
         config.options,
-        layouts,
+        fixed,
+        made.layouts(call),
     )
-    splits = splits_of(spec, call)
-    pieces = -(-max(keys, 1) // config.block_n)
-    values = {
-        **strides_of(layouts),
-        "sums_at": splits.sums_at,
-        "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
-        "split_length": -(-pieces // splits.number) * config.block_n,
-    }  # fmt: skip
-    return FixedLaunch(program, batch * (heads // packed) * splits.number, FixedArguments(values))
 
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
@@ -282,9 +268,7 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
         "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
         rest is None, tops is None, out.out.stride(), alignment_of(out.out),
     )  # fmt: skip
-    fixed: FixedLaunch | None = made.kept(call, key)
-    if fixed is None:
-        fixed = made.keep(call, key, _fixed_combination(made, call, out, scored))
+    fixed = made.kept(call, key, partial(_fixed_combination, made, call, out, scored))
     (partial_out,) = out.workspace
     values = {
         "partial_out": partial_out, "scale": call.scale,
@@ -298,11 +282,17 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     spec = made.spec
     rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
+    batch, heads, length = call.query.shape[:3]
+    splits = splits_of(spec, call)
+    fixed = {
+        "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
+        "q_length": length, "splits": splits.number,
+    }  # fmt: skip
     from anyflex_triton import decode  # here, as above
 
-    program = made.program(
-        ("combine", o_layout.unit, scored, tops is not None),
+    return made.fixed_launch(
         decode.combine_kernel,
+        batch * heads * length,
         {
             "DV": padded(spec.value_head_dim),
             "SPLITS": 16,
@@ -315,11 +305,5 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
             "FOLLOWS": made.overlaps,
         },
         overlapping(Options(4, 1), made.overlaps),
+        fixed,
     )
-    batch, heads, length = call.query.shape[:3]
-    splits = splits_of(spec, call)
-    values = {
-        "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
-        "q_length": length, "splits": splits.number,
-    }  # fmt: skip
-    return FixedLaunch(program, batch * heads * length, FixedArguments(values))

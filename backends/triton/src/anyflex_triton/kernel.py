@@ -121,14 +121,13 @@ class TritonKernel(Kernel):
             )
         if not self._decodes(call):
             return finer_specs(self._made, call, "forward")
+
         # Decoding calls repeat token by token and layer by layer. One tensor, because an
         # allocation takes some microseconds of the host's time.
-        key = "anyflex_triton.splits"
-        specs: tuple[TensorSpec, ...] | None = self._made.kept(call, key)
-        if specs is None:
-            size = splits_of(self.spec, call).size
-            specs = self._made.keep(call, key, (TensorSpec((size,), torch.float32),))
-        return specs
+        def make() -> tuple[TensorSpec, ...]:
+            return (TensorSpec((splits_of(self.spec, call).size,), torch.float32),)
+
+        return self._made.kept(call, "anyflex_triton.splits", make)
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """Return `finer_specs` of a kernel, if the spec's gradients need it."""
@@ -183,8 +182,7 @@ class TritonKernel(Kernel):
         """Return the launches of the portable backward that calls of the same shapes, strides and
         alignment have made so far."""
         key = backward_key(self._made, call, saved, grad, grads)
-        parts: dict[object, FixedLaunch] | None = self._made.kept(call, key)
-        return self._made.keep(call, key, {}) if parts is None else parts
+        return self._made.kept(call, key, dict)
 
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads

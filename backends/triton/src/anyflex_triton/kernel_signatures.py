@@ -13,6 +13,7 @@ from torch import Tensor
 from anyflex.plugin import ArgumentError, Call, Spec, free_in_child
 from anyflex_triton.arguments import (
     BYTES,
+    Boxes,
     Layout,
     Types,
     descriptor_of,
@@ -36,7 +37,7 @@ from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.forward import plain_score
 from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel_arguments import ARGUMENTS, ELEMENTS, types_of
-from anyflex_triton.launch import Launch
+from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch
 from anyflex_triton.lowering import cap_factors, direct_reads
 from anyflex_triton.mods import (
     Sums,
@@ -57,14 +58,12 @@ __all__ = [
     "Mods",
     "Programs",
     "beside",
-    "classes",
     "columns_of_part",
     "heads_at_a_time",
     "kept_of",
     "key_head_group",
     "or_else",
     "padded",
-    "strides_of",
     "tile_count",
 ]
 
@@ -217,7 +216,7 @@ class Programs:
         self._direct = direct_reads(spec)
         self._caps = cap_factors(spec)
         self._may_be_short = " if SHORT else " in source
-        self.existing: dict[object, Program] = {}
+        self._programs: dict[str, Program] = {}
         self.types = {**_described_types(spec), **_mod_types(spec)}
         self.tuner = tuner
         self._files = files
@@ -426,23 +425,21 @@ class Programs:
             )
         )
 
-    def kept(self, call: Call, key: object) -> Any:
-        """Return the value that `keep` stored for this key and the call's shapes and strides, or
-        None."""
-        return None if call.kept is None else call.kept.get(key)
-
-    def keep(self, call: Call, key: object, made: T) -> T:
-        """Store and return a value that follows from this key and the call's shapes and strides
-        alone. When a shape has too many keys, all of them are evicted."""
-        if call.kept is not None:
+    def kept(self, call: Call, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned the first time for this key and the call's shapes and
+        strides, which alone must decide it. When a shape has too many keys, all of them are
+        evicted."""
+        if call.kept is None:
+            return make()
+        found: T | None = call.kept.get(key)
+        if found is None:
             if len(call.kept) >= _KEPT:
                 call.kept.clear()
-            call.kept[key] = made
-        return made
+            found = call.kept[key] = make()
+        return found
 
     def program(
         self,
-        key: object,
         function: Any,
         constants: Mapping[str, object],
         options: Options,
@@ -450,7 +447,7 @@ class Programs:
         types: Mapping[str, Types] | None = None,
         aligned: Mapping[str, int] | None = None,
     ) -> Program:
-        """Return the program of a key, made of the arguments that the kernel has.
+        """Return the program with this signature, made of the arguments that the kernel has.
 
         Args:
             constants: those that don't follow from the spec.
@@ -459,30 +456,56 @@ class Programs:
             types: types that aren't as `kernel_arguments` describes them.
             aligned: bytes that divide other pointers.
         """
+        names, layouts = function.arg_names, layouts or {}
+        if layouts:
+            constants = {
+                "UNITS": tuple(layout.unit for layout in layouts.values()),
+                "SCATTERED": tuple(layout.scattered for layout in layouts.values()),
+                **constants,
+            }
+        constants = {**self.constants, **constants}
+        constants = {name: constants[name] for name in names if name in constants}
+        known = {**self.types, **(types or {})}
+        typed = {name: known[name] for name in names if name not in constants}
+        divided = dict(aligned or {})
+        for name, given in typed.items():
+            layout = layouts.get(name.removesuffix("_rows"))
+            if layout is not None and layout.unit > 1 and str(given).startswith("*"):
+                divided[name] = layout.alignment
+        signature = (function, typed, constants, divided, options)
+        # Functions are told apart by their modules' names, as in `compiled_files.kernel_name`.
+        key = repr(signature)
         with self._lock:
-            found = self.existing.get(key)
-            if found is not None:
-                return found
-            names, layouts = function.arg_names, layouts or {}
-            if layouts:
-                constants = {
-                    "UNITS": tuple(layout.unit for layout in layouts.values()),
-                    "SCATTERED": tuple(layout.scattered for layout in layouts.values()),
-                    **constants,
-                }
-            constants = {**self.constants, **constants}
-            constants = {name: constants[name] for name in names if name in constants}
-            known = {**self.types, **(types or {})}
-            typed = {name: known[name] for name in names if name not in constants}
-            divided = dict(aligned or {})
-            for name, given in typed.items():
-                layout = layouts.get(name.removesuffix("_rows"))
-                if layout is not None and layout.unit > 1 and str(given).startswith("*"):
-                    divided[name] = layout.alignment
-            found = self.existing[key] = self.made_as(
-                function, typed, constants, divided, options, self._files
-            )
+            found = self._programs.get(key)
+            if found is None:
+                found = self._programs[key] = self.made_as(*signature, self._files)
         return found
+
+    def fixed_launch(
+        self,
+        function: Any,
+        programs: int,
+        constants: Mapping[str, object],
+        options: Options,
+        fixed: Mapping[str, Any],
+        layouts: Mapping[str, Layout] | None = None,
+        types: Mapping[str, Types] | None = None,
+        aligned: Mapping[str, int] | None = None,
+        described: Mapping[str, str] | None = None,
+    ) -> FixedLaunch:
+        """Return the launch of a `program`, whose arguments are as here.
+
+        Args:
+            programs: size of the grid.
+            fixed, described: as in `FixedArguments`; the strides of `layouts` are added. `Boxes`
+                decide their types.
+        """
+        boxes = {name: each for name, each in fixed.items() if isinstance(each, Boxes)}
+        of_boxes = {name: self.made_as.box_type(each) for name, each in boxes.items()}
+        types = {**of_boxes, **(types or {})}
+        made = self.program(function, constants, options, layouts, types, aligned)
+        strides = {_STRIDES[name]: layout.strides for name, layout in (layouts or {}).items()}
+        return FixedLaunch(made, programs, FixedArguments({**strides, **fixed}, described))
 
     def layouts(self, call: Call, **more: Layout) -> dict[str, Layout]:
         """Return the layouts of query, key, value and the tensors of `more`, by name."""
@@ -509,14 +532,6 @@ class Programs:
         if self.target == "xpu" and all(map(is_blocked, tensors)):
             return "kernel"
         return None
-
-    def descriptors(self, described: Describer | None, rows: int, **dims: str) -> dict[str, Types]:
-        if described != "host":
-            return {}
-        spec = self.spec
-        width = {"D": columns_of_part(spec.head_dim), "DV": columns_of_part(spec.value_head_dim)}
-        inner = pointer_type(spec.dtype)[1:]
-        return {name: f"tensordesc<{inner}[{rows}, {width[d]}]>" for name, d in dims.items()}
 
     def described(
         self, described: Describer | None, rows: int, **tensors: Tensor
@@ -644,16 +659,6 @@ def _is_described(tensor: Tensor) -> bool:
 def beside(described: Describer | None, *tensors: Tensor) -> tuple[bool, ...]:
     """Return the kernels' constant BESIDE for these tensors."""
     return tuple(described == "host" and heads_described(tensor) == "beside" for tensor in tensors)
-
-
-def classes(layouts: Mapping[str, Layout]) -> tuple[tuple[int, bool], ...]:
-    """Return what kernels are compiled for of tensors' layouts."""
-    return tuple([(layout.unit, layout.scattered) for layout in layouts.values()])
-
-
-def strides_of(layouts: Mapping[str, Layout]) -> dict[str, object]:
-    """Return the arguments that are strides of these tensors, by name."""
-    return {_STRIDES[name]: layout.strides for name, layout in layouts.items()}
 
 
 def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

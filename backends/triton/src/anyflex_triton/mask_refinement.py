@@ -17,7 +17,7 @@ from torch import Tensor
 from anyflex.plugin import Call, MaskViews, TensorSpec
 from anyflex_triton import mask_refinement_kernels
 from anyflex_triton.kernel_signatures import MaskRows, Programs
-from anyflex_triton.launch import FixedArguments, Launch
+from anyflex_triton.launch import FixedLaunch, Launch
 from anyflex_triton.program import Options
 
 __all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for", "with_rows"]
@@ -119,37 +119,33 @@ def _finer(
     values = made.common_values(call, rows)
     tiles, columns = kinds.shape
     chunks = -(-columns // _KINDS_CHUNK)
-    for_kinds = made.program(
-        ("kinds", transposed, tile, mods.key),
-        mask_refinement_kernels.kinds_kernel,
-        {
-            "MASK_MOD": mods.mask_mod,
-            "TRANSPOSED": transposed,
-            "ROW_BLOCK": views.block_size[0],
-            "COLUMN_BLOCK": views.block_size[1],
-            "ROWS": tile[0],
-            "COLUMNS": tile[1],
-            "CHUNK": _KINDS_CHUNK,
-        },
+    sizes = {
+        "length": lengths[0], "column_length": lengths[1], "tiles": tiles, "columns": columns,
+        "chunks": chunks,
+    }  # fmt: skip
+    constants = {
+        "MASK_MOD": mods.mask_mod,
+        "TRANSPOSED": transposed,
+        "ROW_BLOCK": views.block_size[0],
+        "COLUMN_BLOCK": views.block_size[1],
+        "ROWS": tile[0],
+        "COLUMNS": tile[1],
+        "CHUNK": _KINDS_CHUNK,
+    }
+
+    def make() -> tuple[FixedLaunch, FixedLaunch]:
         # A larger tile spills with fewer warps.
-        Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1),
-    )
-    for_runs = made.program(
-        ("runs",), mask_refinement_kernels.runs_kernel, {"CHUNK": _RUNS_CHUNK}, Options(4, 1)
-    )
-    key = ("anyflex_triton.finer", kernel)
-    fixed: FixedArguments | None = made.kept(call, key)
-    if fixed is None:
-        sizes = {
-            "length": lengths[0], "column_length": lengths[1], "tiles": tiles,
-            "columns": columns, "chunks": chunks,
-        }  # fmt: skip
-        fixed = made.keep(call, key, FixedArguments(sizes))
+        options = Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1)
+        kinds_kernel = mask_refinement_kernels.kinds_kernel
+        runs_kernel, of_runs = mask_refinement_kernels.runs_kernel, {"CHUNK": _RUNS_CHUNK}
+        return (
+            made.fixed_launch(kinds_kernel, tiles * chunks, constants, options, sizes),
+            made.fixed_launch(runs_kernel, tiles, of_runs, Options(4, 1), sizes),
+        )
+
     values.update(kinds=kinds, new_edges=edges, new_runs=runs)
-    launches = [
-        Launch(for_kinds, tiles * chunks, fixed, values),
-        Launch(for_runs, tiles, fixed, values),
-    ]
+    parts = made.kept(call, ("anyflex_triton.finer", kernel, mods.key), make)
+    launches = [part.launch(values) for part in parts]
     return MaskRows(edges[0], edges[1], runs, (0, 0), tile), launches
 
 

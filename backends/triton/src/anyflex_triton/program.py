@@ -25,7 +25,7 @@ from triton.runtime import driver
 
 from anyflex.plugin import free_in_child
 from anyflex_triton import nvidia_launch
-from anyflex_triton.arguments import Types, enter_device
+from anyflex_triton.arguments import Boxes, Types, enter_device, pointer_type
 from anyflex_triton.compiled_files import CompiledFiles, kernel_name
 from anyflex_triton.nvidia_launch import Launcher, Parameters
 from anyflex_triton.triton_launch import interpret, launch_kernel, load_kernel, make_launcher
@@ -100,6 +100,11 @@ class Program:
     """
 
     source_type: ClassVar[Any] = Source
+
+    @staticmethod
+    def box_type(boxes: Boxes) -> str:
+        """Return Triton's name of the type of a descriptor."""
+        return f"tensordesc<{pointer_type(boxes.base.dtype)[1:]}{boxes.block_shape}>"
 
     def __init__(
         self,
