@@ -7,7 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anyflex_triton.configs import _TABLE, _TF32, Config, KernelName, Target, Traits, config_for
+from anyflex_triton.configs import (
+    _FLOAT32,
+    _HALF,
+    _TF32,
+    Config,
+    KernelName,
+    Target,
+    Traits,
+    config_for,
+)
 
 __all__ = ["READING", "SOAK", "compiled", "entries", "learning_by_pair", "named", "run"]
 
@@ -68,8 +77,8 @@ def entries(target: Target) -> set[str]:
     """Return all of the table's entries for a target."""
     found = {
         named(target, dtype, dim, kernel, config)
-        for kernel, by_type in _TABLE[target].items()
-        for dtype, by_dim in zip(TYPES, by_type, strict=True)
+        for dtype, table in zip(TYPES, (_HALF, _FLOAT32), strict=True)
+        for kernel, by_dim in table[target].items()
         for dim, config in zip(DIMS, by_dim, strict=True)
     }
     for kernel, by_dim in _TF32.get(target, {}).items():

@@ -119,7 +119,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     monkeypatch.setattr(Program, "launch", note)
     forward = Config(*TABLES, Options(8, 2))
-    monkeypatch.setitem(configs._TABLE["ampere"], "forward", ((forward,) * 3,) * 2)
+    for table in (configs._HALF, configs._FLOAT32):
+        monkeypatch.setitem(table["ampere"], "forward", (forward,) * 3)
     return machine
 
 

@@ -77,7 +77,13 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
     return _c(block_m, block_n, warps, stages, maxnreg=_ALL_REGISTERS)
 
 
-# Configs by kernel: 16-bit types with head dims up to 64, 128 and 256, then float32 with the same.
+_INTERPRETED: dict[KernelName, tuple[Config, ...]] = {
+    "forward": (_c(64, 64, 4, 1),) * 3,
+    "decode": (_c(16, 64, 4, 1),) * 3,
+    "keys": (_c(64, 64, 4, 1),) * 3,
+    "queries": (_c(64, 64, 4, 1),) * 3,
+}
+# Configs by kernel, of 16-bit types and of float32, with head dims up to 64, 128 and 256.
 # Hopper's were the fastest of ten to forty candidates each, measured on an H200: 16-bit types
 # causal and full, head dims 64 and 128 at S = 8192, 256 at 4096 (`bench/results/h200_triton.md`);
 # float32 causal at S = 2048, where forward of 64 and 128 had to spill nothing. Head dims 129 to
@@ -85,101 +91,69 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 # and head dim 64 is Hopper's. The others were never measured: they have the fewest spills, and
 # none in forward of 64 and 128 (`bench/triton_compiles.py` and its patterns; between these head
 # dims one pattern spills a few bytes on Hopper, outside of loops: docs/triton.md).
-_TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
+_HALF: dict[Target, dict[KernelName, tuple[Config, ...]]] = {
     "hopper": {
-        "forward": (
-            (_c(64, 64, 4, 3), _o(64, 64, 4, 3), _c(64, 128, 4, 1)),
-            (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 64, 4, 2)),
-        ),
-        "decode": (
-            (_c(16, 64, 4, 3), _c(16, 64, 4, 3), _c(16, 32, 4, 3)),
-            (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
-        ),
-        "keys": (
-            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(64, 64, 8, 2)),
-            (_c(32, 32, 4, 1), _c(32, 32, 4, 2), _c(32, 16, 4, 1)),
-        ),
-        "queries": (
-            (_c(128, 64, 4, 3), _c(128, 64, 8, 3), _c(64, 64, 4, 2)),
-            (_c(32, 32, 4, 2), _c(32, 32, 4, 2), _c(16, 32, 4, 1)),
-        ),
+        "forward": (_c(64, 64, 4, 3), _o(64, 64, 4, 3), _c(64, 128, 4, 1)),
+        "decode": (_c(16, 64, 4, 3), _c(16, 64, 4, 3), _c(16, 32, 4, 3)),
+        "keys": (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(64, 64, 8, 2)),
+        "queries": (_c(128, 64, 4, 3), _c(128, 64, 8, 3), _c(64, 64, 4, 2)),
     },
     "ampere": {
-        "forward": (
-            (_r(128, 64, 8, 3), _c(128, 32, 8, 3), _c(64, 32, 4, 2)),
-            (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
-        ),
-        "decode": (
-            (_c(16, 64, 4, 3), _c(16, 64, 4, 2), _c(16, 32, 4, 2)),
-            (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
-        ),
-        "keys": (
-            (_c(32, 64, 4, 2), _c(32, 64, 4, 2), _c(16, 32, 4, 1)),
-            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
-        ),
-        "queries": (
-            (_c(64, 32, 4, 2), _c(64, 32, 4, 2), _c(32, 16, 4, 1)),
-            (_c(32, 16, 4, 1), _c(32, 16, 4, 1), _c(16, 16, 4, 1)),
-        ),
+        "forward": (_r(128, 64, 8, 3), _c(128, 32, 8, 3), _c(64, 32, 4, 2)),
+        "decode": (_c(16, 64, 4, 3), _c(16, 64, 4, 2), _c(16, 32, 4, 2)),
+        "keys": (_c(32, 64, 4, 2), _c(32, 64, 4, 2), _c(16, 32, 4, 1)),
+        "queries": (_c(64, 32, 4, 2), _c(64, 32, 4, 2), _c(32, 16, 4, 1)),
     },
     "amd": {
-        "forward": (
-            (_c(128, 64, 4, 2), _c(64, 32, 4, 1), _c(64, 32, 4, 1)),
-            (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
-        ),
-        "decode": (
-            (_c(16, 64, 4, 2), _c(16, 64, 4, 1), _c(16, 32, 4, 1)),
-            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
-        ),
-        "keys": (
-            (_c(32, 64, 4, 1), _c(32, 64, 4, 1), _c(16, 32, 4, 1)),
-            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
-        ),
-        "queries": (
-            (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
-            (_c(32, 16, 4, 1), _c(32, 16, 4, 1), _c(16, 16, 4, 1)),
-        ),
+        "forward": (_c(128, 64, 4, 2), _c(64, 32, 4, 1), _c(64, 32, 4, 1)),
+        "decode": (_c(16, 64, 4, 2), _c(16, 64, 4, 1), _c(16, 32, 4, 1)),
+        "keys": (_c(32, 64, 4, 1), _c(32, 64, 4, 1), _c(16, 32, 4, 1)),
+        "queries": (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
     },
     "xpu": {
-        "forward": (
-            (_c(128, 64, 16, 2), _c(128, 64, 16, 2), _c(32, 64, 8, 1)),
-            (_c(128, 32, 16, 1), _c(128, 32, 16, 1), _c(64, 16, 8, 1)),
-        ),
-        "decode": (
-            (_c(16, 64, 4, 2), _c(16, 32, 4, 2), _c(16, 32, 4, 1)),
-            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
-        ),
-        "keys": (
-            (_c(64, 64, 8, 1), _c(64, 64, 8, 1), _c(32, 32, 8, 1)),
-            (_c(16, 16, 4, 1), _c(16, 16, 4, 1), _c(16, 16, 4, 1)),
-        ),
-        "queries": (
-            (_c(64, 64, 8, 1), _c(64, 64, 8, 1), _c(32, 32, 8, 1)),
-            (_c(16, 16, 4, 1), _c(16, 16, 4, 1), _c(16, 16, 4, 1)),
-        ),
+        "forward": (_c(128, 64, 16, 2), _c(128, 64, 16, 2), _c(32, 64, 8, 1)),
+        "decode": (_c(16, 64, 4, 2), _c(16, 32, 4, 2), _c(16, 32, 4, 1)),
+        "keys": (_c(64, 64, 8, 1), _c(64, 64, 8, 1), _c(32, 32, 8, 1)),
+        "queries": (_c(64, 64, 8, 1), _c(64, 64, 8, 1), _c(32, 32, 8, 1)),
     },
-    "interpreter": {
-        "forward": ((_c(64, 64, 4, 1),) * 3,) * 2,
-        "decode": ((_c(16, 64, 4, 1),) * 3,) * 2,
-        "keys": ((_c(64, 64, 4, 1),) * 3,) * 2,
-        "queries": ((_c(64, 64, 4, 1),) * 3,) * 2,
-    },
+    "interpreter": _INTERPRETED,
 }
-_TABLE["blackwell"] = {
-    **_TABLE["hopper"],
-    "forward": (
-        # Triton 3.6 fails to compile this kernel with overlap.
-        (_r(128, 64, 8, 3), _r(128, 32, 8, 3), _c(64, 64, 8, 2)),
-        _TABLE["hopper"]["forward"][1],
-    ),
+_HALF["blackwell"] = {
+    **_HALF["hopper"],
+    # Triton 3.6 fails to compile this kernel with overlap.
+    "forward": (_r(128, 64, 8, 3), _r(128, 32, 8, 3), _c(64, 64, 8, 2)),
     # Hopper's tiles for head dim 256 don't serve: dK and dV's doesn't fit, dQ's spills more.
-    "keys": (
-        (*_TABLE["hopper"]["keys"][0][:2], _c(32, 64, 8, 2)), _TABLE["hopper"]["keys"][1],
-    ),
-    "queries": (
-        (*_TABLE["hopper"]["queries"][0][:2], _c(64, 32, 8, 2)), _TABLE["hopper"]["queries"][1],
-    ),
-}  # fmt: skip
+    "keys": (*_HALF["hopper"]["keys"][:2], _c(32, 64, 8, 2)),
+    "queries": (*_HALF["hopper"]["queries"][:2], _c(64, 32, 8, 2)),
+}
+_FLOAT32: dict[Target, dict[KernelName, tuple[Config, ...]]] = {
+    "hopper": {
+        "forward": (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 64, 4, 2)),
+        "decode": (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
+        "keys": (_c(32, 32, 4, 1), _c(32, 32, 4, 2), _c(32, 16, 4, 1)),
+        "queries": (_c(32, 32, 4, 2), _c(32, 32, 4, 2), _c(16, 32, 4, 1)),
+    },
+    "ampere": {
+        "forward": (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
+        "decode": (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
+        "keys": (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        "queries": (_c(32, 16, 4, 1), _c(32, 16, 4, 1), _c(16, 16, 4, 1)),
+    },
+    "amd": {
+        "forward": (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
+        "decode": (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        "keys": (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        "queries": (_c(32, 16, 4, 1), _c(32, 16, 4, 1), _c(16, 16, 4, 1)),
+    },
+    "xpu": {
+        "forward": (_c(128, 32, 16, 1), _c(128, 32, 16, 1), _c(64, 16, 8, 1)),
+        "decode": (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        "keys": (_c(16, 16, 4, 1), _c(16, 16, 4, 1), _c(16, 16, 4, 1)),
+        "queries": (_c(16, 16, 4, 1), _c(16, 16, 4, 1), _c(16, 16, 4, 1)),
+    },
+    "interpreter": _INTERPRETED,
+}
+_FLOAT32["blackwell"] = _FLOAT32["hopper"]
 
 # Configs where products of float32 are rounded to TF32 for tensor cores. Measured on an H200,
 # causal and full at S = 4096, Hopper's took the least time of both together among ten to twenty
@@ -266,7 +240,7 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     better for kernels with such traits."""
     is_half = traits.itemsize == 2
     width = 0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2
-    config = _TABLE[target][kernel][0 if is_half else 1][width]
+    config = (_HALF if is_half else _FLOAT32)[target][kernel][width]
     rounded = _TF32.get(target, {}).get(kernel, ()) if traits.in_tf32 else ()
     if width < len(rounded):
         config = rounded[width]
