@@ -13,7 +13,7 @@ export TORCH VENV
 export NO_MKDOCS_2_WARNING := 1
 
 RUN = $(VENV)/bin/python
-# Beside the pinned Triton: the newest that `anyflex_triton.supported_versions` names.
+# Beside the pinned Triton: the newest that `anyflex_triton.backend` names.
 NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 

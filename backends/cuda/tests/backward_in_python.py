@@ -27,10 +27,8 @@ from anyflex_cuda import (
     hopper_backward,
     hopper_wide_backward,
     kernel,
-    named_barriers,
     nan_max,
     recompute_p,
-    reinterpret_memory,
     smem_mailbox,
     split_tiles,
 )
@@ -212,8 +210,6 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     more = [
         tiles,
         nan_max,
-        reinterpret_memory,
-        named_barriers,
         smem_mailbox,
         recompute_p,
         split_tiles,

@@ -18,7 +18,6 @@ from anyflex_cuda import (
     apply_mods,
     blackwell_forward,
     nan_max,
-    reinterpret_memory,
     smem_mailbox,
     split_tiles,
     write_softmax_stats,
@@ -188,7 +187,7 @@ class Case:
             self.seed,
             changed,
             (
-                tiles, forward, nan_max, reinterpret_memory, smem_mailbox, apply_mods,
+                tiles, forward, nan_max, smem_mailbox, apply_mods,
                 write_softmax_stats, split_tiles,
             ),
             {"write_nonfinite_rows": write_nonfinite_rows},

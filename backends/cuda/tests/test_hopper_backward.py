@@ -17,16 +17,14 @@ from scripts_beside import SOAK
 
 from anyflex_cuda import (
     hopper_backward,
-    named_barriers,
     nan_max,
     recompute_p,
-    reinterpret_memory,
     smem_mailbox,
     split_tiles,
 )
 from anyflex_triton import tiles
 
-MORE = (tiles, nan_max, reinterpret_memory, named_barriers, smem_mailbox, recompute_p, split_tiles)
+MORE = (tiles, nan_max, smem_mailbox, recompute_p, split_tiles)
 
 
 class Case:

@@ -21,10 +21,10 @@ from recording import CORES, OnHopper, drawn, launches_on, recording, takes_fast
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex_cuda.backend import CudaBackend
-from anyflex_cuda.fallback_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
+from anyflex_cuda.gluon_kernels import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.gluon_launch import descriptor, descriptor_type, is_boxed
 from anyflex_triton import TritonBackend, untried_triton
-from anyflex_triton.supported_versions import TRIED
+from anyflex_triton.backend import TRIED
 
 HOPPERS = "anyflex_cuda.hopper_forward"
 PORTABLE = "anyflex_triton.forward"

@@ -13,9 +13,8 @@ from anyflex_cuda.blackwell_call import (
     refused_spec,
     tiles_for,
 )
-from anyflex_cuda.fallback_options import FORWARD_OPTIONS, refused_options
 from anyflex_cuda.forward_call import Fit, fit_of, refusal
-from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_kernels import FORWARD_OPTIONS, GluonPrograms, refused_options
 from anyflex_triton.building import KernelInputs, TritonKernel
 
 __all__ = ["BlackwellKernel"]

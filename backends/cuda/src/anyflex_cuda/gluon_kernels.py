@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -13,9 +13,23 @@ from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.kernel_arguments import TYPES
 from anyflex_triton.building import CompiledFiles, Mods, Programs, mask_scores_source
 
-__all__ = ["GluonPrograms", "mod_constants"]
+__all__ = [
+    "BACKWARD_OPTIONS",
+    "FORWARD_OPTIONS",
+    "GluonPrograms",
+    "mod_constants",
+    "refused_options",
+]
 
 T = TypeVar("T")
+
+_OF_ALL = ("finer_mask", "autotune")
+FORWARD_OPTIONS = ("block_m", "block_n", "num_warps", "num_stages", *_OF_ALL)
+BACKWARD_OPTIONS = (
+    "dkv_block_m", "dkv_block_n", "dq_block_m", "dq_block_n", "backward_num_warps",
+    "backward_num_stages", *_OF_ALL,
+)  # fmt: skip
+"""Options of the portable kernels' forward and backward, each of which selects those kernels."""
 
 
 class GluonPrograms(Programs):
@@ -82,3 +96,14 @@ def mod_constants(mods: Mods, totals: Sequence[Tensor] = ()) -> dict[str, object
         "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
         "MASK_MOD": mods.mask_mod,
     }
+
+
+def refused_options(given: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return why a call with options takes the portable kernel, or None.
+
+    Args:
+        given: the user's options by name. One that is False selects nothing.
+        names: options that Hopper's kernel doesn't have.
+    """
+    found = [name for name in names if given.get(name)]
+    return f"the portable kernels have {' and '.join(found)}, and it doesn't" if found else None

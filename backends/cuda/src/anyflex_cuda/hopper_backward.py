@@ -27,12 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.kernel_records import MaskRuns
-from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.nan_max import larger
 from anyflex_cuda.recompute_p import weights_of
-from anyflex_cuda.reinterpret_memory import reinterpret
-from anyflex_cuda.smem_mailbox import said, say
-from anyflex_cuda.split_tiles import barriers, layout_of_products, load_box, store_box
+from anyflex_cuda.smem_mailbox import named_barrier, said, say
+from anyflex_cuda.split_tiles import (
+    barriers,
+    layout_of_products,
+    load_box,
+    reinterpret,
+    store_box,
+)
 from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
 __all__ = ["KEYS", "KeyGrid", "backward_kernel"]

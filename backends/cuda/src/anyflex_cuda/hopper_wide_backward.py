@@ -39,9 +39,8 @@ from anyflex_cuda.hopper_backward import (
     tile_of,
 )
 from anyflex_cuda.kernel_records import MaskRuns
-from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.recompute_p import weights_of
-from anyflex_cuda.smem_mailbox import said, say
+from anyflex_cuda.smem_mailbox import named_barrier, said, say
 from anyflex_cuda.split_tiles import (
     awaited,
     barriers,

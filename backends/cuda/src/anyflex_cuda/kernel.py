@@ -23,7 +23,6 @@ from anyflex_cuda.decode_call import (
     refused_decode,
     refused_decode_spec,
 )
-from anyflex_cuda.fallback_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.forward_call import (
     Fit,
     Tiles,
@@ -36,7 +35,12 @@ from anyflex_cuda.forward_call import (
     tiles_at_once,
     tiles_for,
 )
-from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_kernels import (
+    BACKWARD_OPTIONS,
+    FORWARD_OPTIONS,
+    GluonPrograms,
+    refused_options,
+)
 from anyflex_cuda.gluon_launch import is_boxed
 from anyflex_cuda.wide_backward_call import is_wide
 from anyflex_triton.building import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -29,6 +30,7 @@ __all__ = [
     "load_parts",
     "place_parts",
     "products_of_values",
+    "reinterpret",
     "store_box",
     "store_parts",
     "zeros_of",
@@ -43,6 +45,19 @@ ROWS = gl.constexpr(64)
 # Triton 3.8 renames these functions.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+if hasattr(shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Another view of shared or tensor memory."""
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+else:
+
+    @gluon.jit
+    def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Another view of shared or tensor memory; Triton 3.6 has another name for it."""
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @triton.constexpr_function

@@ -7,7 +7,6 @@ code. All other modules are private to this package.
 
 from __future__ import annotations
 
-from anyflex_triton.backend import TritonBackend, checksum_of
-from anyflex_triton.supported_versions import untried_triton
+from anyflex_triton.backend import TritonBackend, checksum_of, untried_triton
 
 __all__ = ["TritonBackend", "checksum_of", "untried_triton"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,17 +26,22 @@ from anyflex.plugin import (
     Spec,
 )
 from anyflex_triton.options import OPTIONS
-from anyflex_triton.supported_versions import TRIED
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
     from anyflex_triton.kernel import KernelInputs
 
-__all__ = ["TritonBackend", "checksum_of"]
+__all__ = ["TRIED", "TritonBackend", "checksum_of", "untried_triton"]
 
 _TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
 """Distributions that install the module triton."""
 _LEAST_SM = 80
+_OLDEST, _NEWEST = (3, 6), (3, 9)
+TRIED = "3.6 to 3.9"
+"""Versions of Triton that the kernels were tried with. The oldest has run, and compiles in the
+tests as the newest does. With 3.7.1 and 3.8.0 the tests of Hopper's and Blackwell's compiled
+kernels were run by hand. Kernels in Gluon are refused for other versions: Gluon isn't stable, and
+changes names."""
 
 
 class TritonBackend(Backend):
@@ -165,6 +171,18 @@ def checksum_of(folder: Path) -> int:
     for file in sorted(folder.glob("*.py")):
         checksum = zlib.crc32(file.read_bytes(), checksum)
     return checksum
+
+
+def untried_triton(version: str) -> str | None:
+    """Return a note that a version of Triton is untried, or None.
+
+    Args:
+        version: as in ``"3.6.0"``; only the first two numbers count.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and _OLDEST <= (int(numbers[1]), int(numbers[2])) <= _NEWEST:
+        return None
+    return f"Triton {version}, and they were tried with {TRIED}"
 
 
 def _installed_tritons() -> list[str]:
