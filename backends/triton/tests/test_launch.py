@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import HookChain
 
-from anyflex_triton import arguments, launch, parallel_compile, triton_launch, warm_up
+from anyflex_triton import arguments, launch, triton_launch, warm_up
 from anyflex_triton import program as programs_module
 from anyflex_triton.program import Options, Program, TellsFrontEnd
 
@@ -112,7 +112,7 @@ def test_each_is_yielded_with_what_its_compiler_raised(
 ) -> None:
     launches, _ = pretended("a", "broken", "c")
     programs = [given.program for given in launches]
-    found = dict(parallel_compile.compile_all(programs, GPU))
+    found = dict(launch.compile_all(programs, GPU))
     assert [str(found[program]) for program in programs] == ["None", "no such instruction", "None"]
     assert current_devices == [GPU] * 3
 
@@ -424,7 +424,7 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
     monkeypatch.setattr(Program, "source", lambda program: Slow())
     monkeypatch.setattr("triton.compile", compiled)
     programs = [new_program() for _ in range(4)]
-    parallel_compile.begin_compiling(programs, "sm_90")
+    launch.begin_compiling(programs, "sm_90")
     finish()
     assert most_running == (not cached) and (most_compiling == 1) == cached
     assert all(program._ahead is not None for program in programs)
@@ -441,7 +441,7 @@ def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(broken, "compile_ahead", fail)
-    parallel_compile.begin_compiling([broken, ahead, ahead], "sm_90")
+    launch.begin_compiling([broken, ahead, ahead], "sm_90")
     finish()
     assert notes == ["compiled for sm_90"]
     assert not ahead.is_compiled(None) and not broken.is_compiled(None)
@@ -488,5 +488,5 @@ def test_launchers_are_made_one_after_the_other(
     monkeypatch.setattr(Program, "source", lambda program: None)
     programs_module._most_shared.cache_clear()
     programs = [new_program() for _ in range(8)]
-    assert [error for _, error in parallel_compile.compile_all(programs, GPU)] == [None] * 8
+    assert [error for _, error in launch.compile_all(programs, GPU)] == [None] * 8
     programs_module._most_shared.cache_clear()

@@ -38,6 +38,7 @@ from anyflex_triton.building import (
     expected_backward,
     key_head_group,
     layout_of,
+    layouts_of,
     mask_rows,
     or_else,
     padded,
@@ -382,13 +383,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
     dk, dv, odd_rows, odd_keys = grads.dk, grads.dv, work.odd_rows, work.odd_keys
     assert dk is not None and dv is not None
     totals = _totals(grads, work)
-    layouts = made.layouts(
-        call,
-        dout=layout_of(dout),
-        dq=layout_of(or_else(grads.dq, call.query)),
-        dk=layout_of(dk),
-        dv=layout_of(dv),
-    )
+    layouts = layouts_of(call, dout=dout, dq=or_else(grads.dq, call.query), dk=dk, dv=dv)
     blocks = (_KEYS, _KEYS) if call.mask is None else call.mask.block_size
     mods = made.mods(call, False)
     row_tiles = 0 if odd_rows is None else odd_rows.numel()

@@ -1,11 +1,9 @@
-"""Launches of backward: row values, dK and dV, then dQ and captured tensors' gradients.
-
-Deterministic gradients of captured tensors take more launches: deterministic_captured_grads.py.
-"""
+"""Launches of backward: row values, dK and dV, then dQ and captured tensors' gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +28,12 @@ from anyflex_triton.kernel_signatures import (
     beside,
     kept_of,
     key_head_group,
+    layouts_of,
     or_else,
     padded,
     tile_count,
 )
-from anyflex_triton.launch import FixedLaunch
+from anyflex_triton.launch import FixedLaunch, Launch, kept_launch
 from anyflex_triton.mask_refinement import mask_rows
 from anyflex_triton.mods import Sums
 from anyflex_triton.program import Options
@@ -44,11 +43,15 @@ __all__ = [
     "backward_sizes",
     "backward_values",
     "expected_backward",
+    "integer_specs",
     "keys_launch",
     "queries_launch",
     "row_values_launch",
     "rows_launch",
+    "total_launches",
 ]
+
+_TOTALS_BLOCK = 1024
 
 
 def expected_backward(
@@ -211,12 +214,7 @@ def keys_launch(
     """Return the launch that fills grads.dk and grads.dv; `rows` are the transposed mask's."""
     spec = made.spec
     dk, dv, block_m = grads.dk, grads.dv, config.block_m
-    layouts = made.layouts(
-        call,
-        dout=layout_of(dout),
-        dk=layout_of(or_else(dk, call.key)),
-        dv=layout_of(or_else(dv, call.value)),
-    )
+    layouts = layouts_of(call, dout=dout, dk=or_else(dk, call.key), dv=or_else(dv, call.value))
     described = made.describer(call.query, dout)
     # A tile's first value must lie at a multiple of 16 bytes, and a stage, which follows another
     # one in shared memory, must fill a multiple of 128 bytes: otherwise TMA fails, and the process
@@ -284,7 +282,7 @@ def queries_launch(
         follows_keys: the launch before it is `keys_launch`'s, and it may begin before that ends.
     """
     spec = made.spec
-    layouts = made.layouts(call, dout=layout_of(dout), dq=layout_of(or_else(dq, call.query)))
+    layouts = layouts_of(call, dout=dout, dq=or_else(dq, call.query))
     described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
@@ -320,3 +318,55 @@ def queries_launch(
         layouts,
         {"totals": tuple(pointer_type(total.dtype) for total in totals)},
     )
+
+
+def integer_specs(made: Programs, call: Call) -> tuple[TensorSpec, ...]:
+    """Return the workspace: for the elements of each tensor that needs a gradient an integer, then
+    the largest addition, then the number of additions. It is empty where no gradient of a captured
+    tensor has to be deterministic."""
+    if made.spec.determinism == "off" or not made.learned:
+        return ()
+    return tuple(
+        TensorSpec(tuple(call.captured[i].shape), dtype, zeroed=True)
+        for dtype in (torch.int64, torch.int32, torch.int64)
+        for i in made.learned
+    )
+
+
+def total_launches(
+    made: Programs,
+    totals: Sequence[Tensor],
+    integers: Sequence[Tensor],
+    parts: dict[object, FixedLaunch],
+) -> list[Launch]:
+    """Return the launches that turn integers into `totals`, float32: deterministic gradients of
+    captured tensors, which repeat bit for bit.
+
+    The rounding of a sum of floats depends on its order; integers are not rounded. So the query
+    pass runs twice. First it finds the number of additions of each element, and the largest. Then
+    it adds integers, multiples of a power of two that is as small for each element as its sum's 63
+    bits allow. Non-finite additions are summed as floats: infinity and NaN are the same in any
+    order.
+
+    Args:
+        integers: tensors of `integer_specs`.
+        parts: as in `kept_launch`.
+    """
+
+    make = partial(
+        made.fixed_launch, backward.total_kernel, 1, {"BLOCK": _TOTALS_BLOCK}, Options(4, 1), {}
+    )
+    part = kept_launch(parts, "totals", make)
+    return [
+        Launch(
+            part.program,
+            -(-total.numel() // _TOTALS_BLOCK),
+            part.fixed,
+            {
+                "total": total, "integers": integers[i], "largest": integers[i + len(totals)],
+                "counts": integers[i + 2 * len(totals)], "count": total.numel(),
+            },
+        )
+        for i, total in enumerate(totals)
+        if total.numel()
+    ]  # fmt: skip

@@ -33,11 +33,11 @@ from anyflex_triton.backward_call import (
     backward_sizes,
     backward_values,
     expected_backward,
+    integer_specs,
     row_values_launch,
 )
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
-from anyflex_triton.deterministic_captured_grads import integer_specs
 from anyflex_triton.forward_call import NeededNext, compile_with_next
 from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel import KernelInputs, TritonKernel
@@ -47,6 +47,7 @@ from anyflex_triton.kernel_signatures import (
     Programs,
     kept_of,
     key_head_group,
+    layouts_of,
     or_else,
     padded,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "launch_all",
     "layout_like",
     "layout_of",
+    "layouts_of",
     "load_module",
     "mask_rows",
     "mask_scores_source",

@@ -20,13 +20,13 @@ from anyflex_triton.kernel_signatures import (
     Programs,
     beside,
     kept_of,
+    layouts_of,
     or_else,
     padded,
     tile_count,
 )
-from anyflex_triton.launch import FixedLaunch, Launch, launch_all
+from anyflex_triton.launch import FixedLaunch, Launch, begin_compiling, launch_all
 from anyflex_triton.mask_refinement import mask_rows, rows_for
-from anyflex_triton.parallel_compile import begin_compiling
 from anyflex_triton.program import INTERPRETED, Options, Program
 from anyflex_triton.warm_up import current_target
 
@@ -166,7 +166,7 @@ def _fixed_prefill(
 ) -> FixedLaunch:  # fmt: skip
     spec = made.spec
     rest, tops = kept_of(out.saved)
-    layouts = made.layouts(call, out=layout_of(out.out), rest=layout_of(or_else(rest, out.out)))
+    layouts = layouts_of(call, out=out.out, rest=or_else(rest, out.out))
     described = made.describer(call.key, call.value)
     blocks = spec.block_size if rows is None else rows.block_size
     batch, heads, length = call.query.shape[:3]
@@ -256,7 +256,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
         },
         config.options,
         fixed,
-        made.layouts(call),
+        layouts_of(call),
     )
 
 

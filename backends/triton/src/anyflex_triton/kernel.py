@@ -15,12 +15,13 @@ from anyflex_triton.backward_call import (
     backward_key,
     backward_values,
     expected_backward,
+    integer_specs,
     keys_launch,
     queries_launch,
     rows_launch,
+    total_launches,
 )
 from anyflex_triton.configs import Config, KernelName, Target
-from anyflex_triton.deterministic_captured_grads import integer_specs, total_launches
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,

@@ -62,6 +62,7 @@ __all__ = [
     "heads_at_a_time",
     "kept_of",
     "key_head_group",
+    "layouts_of",
     "or_else",
     "padded",
     "tile_count",
@@ -507,15 +508,6 @@ class Programs:
         strides = {_STRIDES[name]: layout.strides for name, layout in (layouts or {}).items()}
         return FixedLaunch(made, programs, FixedArguments({**strides, **fixed}, described))
 
-    def layouts(self, call: Call, **more: Layout) -> dict[str, Layout]:
-        """Return the layouts of query, key, value and the tensors of `more`, by name."""
-        return {
-            "query": layout_of(call.query),
-            "key": layout_of(call.key),
-            "value": layout_of(call.value),
-            **more,
-        }
-
     def describer(self, *tensors: Tensor) -> Describer | None:
         """Return the side that can make descriptors that speed up these tensors' loads, or
         None."""
@@ -659,6 +651,12 @@ def _is_described(tensor: Tensor) -> bool:
 def beside(described: Describer | None, *tensors: Tensor) -> tuple[bool, ...]:
     """Return the kernels' constant BESIDE for these tensors."""
     return tuple(described == "host" and heads_described(tensor) == "beside" for tensor in tensors)
+
+
+def layouts_of(call: Call, **more: Tensor) -> dict[str, Layout]:
+    """Return the layouts of query, key, value and the tensors of `more`, by name."""
+    tensors = {"query": call.query, "key": call.key, "value": call.value, **more}
+    return {name: layout_of(tensor) for name, tensor in tensors.items()}
 
 
 def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -7,8 +7,11 @@ A kernel's `forward` reaches the driver by `launch_all` -> `Launch.run` -> `Fixe
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,6 @@ from torch import Tensor
 
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.nvidia_launch import Launcher
-from anyflex_triton.parallel_compile import compile_all
 from anyflex_triton.program import INTERPRETED, Program
 from anyflex_triton.triton_launch import hooked
 
@@ -24,6 +26,8 @@ __all__ = [
     "FixedArguments",
     "FixedLaunch",
     "Launch",
+    "begin_compiling",
+    "compile_all",
     "kept_launch",
     "launch_all",
     "milliseconds",
@@ -124,6 +128,54 @@ def kept_launch(
     if found is None:
         found = parts[key] = make()
     return found
+
+
+def compile_all(
+    programs: Sequence[Program], device: torch.device
+) -> Iterator[tuple[Program, BaseException | None]]:
+    """Compile all programs, each in a thread: Triton's front end, a sixth of a kernel's compile
+    time, holds Python's lock, and the later passes don't. Yield each program as soon as it is
+    done, with the exception that its compiler raised."""
+    with ThreadPoolExecutor(len(programs)) as pool:
+        futures = {pool.submit(_compile_there, program, device): program for program in programs}
+        for future in as_completed(futures):
+            yield futures[future], future.exception()
+
+
+def _compile_there(program: Program, device: torch.device) -> None:
+    # The current device is a thread's own.
+    with torch.get_device_module(device).device(device):
+        program.compile(device.index)
+
+
+def begin_compiling(programs: Sequence[Program], target: Any) -> None:
+    """Compile programs that will be needed soon, each in a thread of its own, without loading
+    them. Each begins when the front end of the one before is done: several front ends at a time
+    would keep Python's lock from the thread that compiles a program needed now. The process ends
+    only after they are done. An error is ignored: the program is compiled again when it is needed,
+    and raises then.
+
+    Args:
+        target: the compiler's.
+    """
+    if not programs:
+        return
+    first, *rest = programs
+    waiting = [rest]
+
+    def begin_rest() -> None:
+        if waiting:
+            begin_compiling(waiting.pop(), target)
+
+    def compile_first() -> None:
+        with contextlib.suppress(Exception):
+            first.compile_ahead(target, begin_rest)
+        # Its front end hasn't run: the program was compiled before, or failed.
+        begin_rest()
+
+    # If no thread can be started, nothing is compiled ahead.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=compile_first, name="anyflex-triton").start()
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:

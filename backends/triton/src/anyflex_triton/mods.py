@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Sums = Literal["floats", "bounds", "integers"]
-"""Numbers that captured tensors' gradients add up: see deterministic_captured_grads.py."""
+"""Numbers that captured tensors' gradients add up: see `backward_call.total_launches`."""
 
 IMPORTED_OPERATIONS = "from anyflex_triton import operations as ops\n"
 """Line of the generated text that imports the functions it calls."""

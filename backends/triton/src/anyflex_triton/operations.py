@@ -776,7 +776,7 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
 
     Args:
         totals: where SUMS is "floats", a pointer to float32 for each captured tensor that needs a
-            gradient. Otherwise (deterministic_captured_grads.py) pointers per such tensor follow:
+            gradient. Otherwise (`backward_call.total_launches`) pointers per such tensor follow:
             to integers, int64, to the bits of the largest addition, int32, and to the number of
             additions, int64, of each element.
         SUMS: "floats"; "bounds": finite additions are only measured and counted; "integers":

@@ -21,8 +21,7 @@ from triton.errors import TritonError
 
 from anyflex.plugin import Artifacts, Call, PerformanceWarning, ProgressLine, free_in_child
 from anyflex_triton.configs import Config, KernelName
-from anyflex_triton.launch import Launch
-from anyflex_triton.parallel_compile import compile_all
+from anyflex_triton.launch import Launch, compile_all
 
 __all__ = ["Clock", "Tuner"]
 
