@@ -27,8 +27,8 @@ from anyflex.plugin import (
     parse_graph,
     type_class,
 )
+from anyflex_cuda.gluon_kernels import gluon_source
 from anyflex_cuda.gluon_launch import GluonProgram
-from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_triton.building import (
     Options,
     Types,

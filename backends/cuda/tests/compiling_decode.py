@@ -25,8 +25,7 @@ import anyflex
 from anyflex.plugin import Spec, isolated, register
 from anyflex_cuda.decode_call import DecodeTiles, decode_program, decode_tiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
-from anyflex_cuda.gluon_kernels import GluonPrograms
-from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_kernels import GluonPrograms, gluon_source
 from anyflex_triton.building import Mods, Program, load_module, source_for, write_source
 
 

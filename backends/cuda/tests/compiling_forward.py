@@ -21,8 +21,7 @@ from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
-from anyflex_cuda.gluon_kernels import GluonPrograms
-from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_kernels import GluonPrograms, gluon_source
 from anyflex_triton.building import Mods, load_module, mask_scores_source, source_for, write_source
 
 CAUSAL = NAMED["causal"][1]

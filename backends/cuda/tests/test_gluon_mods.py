@@ -10,7 +10,7 @@ from scripts_beside import printed_by
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_kernels import gluon_source
 
 
 def test_every_operation_and_everyday_mods_compile_in_a_kernel_of_gluon() -> None:

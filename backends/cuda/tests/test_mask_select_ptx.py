@@ -17,7 +17,7 @@ from gluon_in_python import Pointer, mod_in_python, tile
 
 import anyflex
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
-from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_kernels import gluon_source
 from anyflex_triton.building import load_module, mask_scores_source, source_for, write_source
 
 Mask = Callable[..., Any]

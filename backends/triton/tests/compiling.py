@@ -27,8 +27,7 @@ from anyflex.plugin import (
     parse_graph,
     type_class,
 )
-from anyflex_triton.generated_modules import load_module
-from anyflex_triton.mods import Sums, source_for, write_source
+from anyflex_triton.mods import Sums, load_module, source_for, write_source
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),

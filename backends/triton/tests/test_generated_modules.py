@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from anyflex_triton.generated_modules import load_module
+from anyflex_triton.mods import load_module
 
 TEXT = """
 import sys

@@ -16,8 +16,11 @@ if not triton.knobs.runtime.interpret:
 
 import triton.language as tl  # noqa: E402
 
-from anyflex_triton.generated_modules import load_module  # noqa: E402
-from anyflex_triton.mods import source_for, write_source  # noqa: E402
+from anyflex_triton.mods import (  # noqa: E402
+    load_module,
+    source_for,
+    write_source,
+)
 
 __all__ = ["Case", "M", "N"]
 

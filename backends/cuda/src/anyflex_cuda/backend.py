@@ -88,7 +88,7 @@ class CudaBackend(TritonBackend):
         if reason is not None:
             return super().kernel(given._replace(note=f" (not {whose} kernel: {reason})"))
         if given.target == "blackwell":
-            from anyflex_cuda.blackwell_kernel import BlackwellKernel
+            from anyflex_cuda.blackwell_call import BlackwellKernel
 
             return BlackwellKernel(given)
         from anyflex_cuda.kernel import CudaKernel

@@ -3,12 +3,12 @@
 dQ and captured tensors' gradients are added up in float32 by atomic additions in no fixed order,
 so that their last bits may differ from run to run. Where sums must repeat, the portable pass over
 query rows makes them instead: one program per tile, in a fixed order. Above head dim 128 a
-separate kernel makes dQ (`wide_backward_call`), whose sums always repeat.
+separate kernel makes dQ (`hopper_wide_backward`), whose sums always repeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,11 +23,12 @@ from anyflex_cuda.gluon_launch import (
     row_descriptor,
 )
 from anyflex_cuda.kernel_arguments import TYPES
-from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_launches
 from anyflex_triton.building import (
     BYTES,
+    Boxes,
     FixedLaunch,
     Launch,
+    Mods,
     Options,
     Program,
     Programs,
@@ -52,6 +53,7 @@ __all__ = [
     "backward_programs",
     "backward_workspace",
     "hopper_launches",
+    "is_wide",
     "makes_dq",
     "portable_gradients",
     "refused_backward",
@@ -66,8 +68,19 @@ _REPAIRED_KEYS = 32
 _LOOKED_AT = 128
 """Number of tiles that a program checks for non-finite values."""
 _WIDTHS = (64, 128)
+_WIDE_ROWS = 128
+"""Query rows of a tile of wide heads' dQ, 64 for each consumer."""
+_WIDE_STEP = 64
+"""Query rows of a step, and keys of a tile, of wide heads."""
+_WIDE_BLOCKS = (_WIDE_ROWS, _WIDE_STEP)
+"""Block sizes of masks are multiples of these numbers of rows and keys, for wide heads."""
 DYNAMIC = True
 """Whether programs take the next free tile; else each takes every n-th tile of n programs."""
+
+
+def is_wide(spec: Spec) -> bool:
+    """Return whether some head dim is above 128."""
+    return max(spec.head_dim, spec.value_head_dim) > 128
 
 
 def refused_backward(spec: Spec) -> str | None:
@@ -86,7 +99,7 @@ def refused_backward(spec: Spec) -> str | None:
     if wide and _handed_over(spec) > _HANDED_OVER_WIDE:
         return f"{len(spec.captured)} captured tensors, for which shared memory has no room"
     q_block, kv_block = spec.block_size if spec.mask_kind == "runs" else (_KEYS, _KEYS)
-    rows, keys = WIDE_BLOCKS if wide else (64, _KEYS)
+    rows, keys = _WIDE_BLOCKS if wide else (64, _KEYS)
     if q_block % rows or kv_block % keys:
         return f"mask blocks of {q_block} x {kv_block}, for it takes multiples of {rows} x {keys}"
     return None
@@ -285,7 +298,7 @@ def _fixed_launches(
     """Return the parts of `hopper_launches` that calls of the same shapes, strides and alignment
     share."""
     if is_wide(gluon.spec):
-        main = wide_launches(gluon, call, grad.dout, grads, work.row_values, work.odd_rows)
+        main = _wide_launches(gluon, call, grad.dout, grads, work.row_values, work.odd_rows)
     else:
         main = [_main(gluon, call, grad.dout, grads, work)]
     return [
@@ -360,6 +373,98 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
         Options(4, 1),
         fixed,
         types={"totals": tuple(pointer_type(total.dtype) for total in totals)},
+    )
+
+
+def _wide_boxes(tensors: Mapping[str, Tensor | None]) -> dict[str, Boxes | None]:
+    """Return descriptors by name; None for a missing tensor or second part."""
+    found: dict[str, Boxes | None] = {}
+    for name, tensor in tensors.items():
+        found[name] = found[f"{name}_2"] = None
+        if tensor is not None:
+            for part, columns in zip(
+                ("", "_2"), forward_call.parts_of(tensor.shape[3]), strict=False
+            ):
+                found[name + part] = descriptor(tensor, (1, 1, 64, columns))
+    return found
+
+
+def _wide_launches(
+    made: GluonPrograms,
+    call: Call,
+    dout: Tensor,
+    grads: Grads,
+    row_values: Tensor,
+    odd_rows: Tensor | None,
+) -> list[FixedLaunch]:
+    """Return the launches that fill grads.dv, grads.dk, and, where there are `odd_rows`, grads.dq.
+
+    Args:
+        row_values, odd_rows: as in `Work`.
+    """
+    dq, dk, dv = grads.dq, grads.dk, grads.dv
+    assert dk is not None and dv is not None
+    given = {"query": call.query, "key": call.key, "value": call.value, "dout": dout}
+    batch, heads, length = call.query.shape[:3]
+    kv_batch, kv_heads, keys = call.key.shape[:3]
+    even = length % _WIDE_STEP == 0 and keys % _WIDE_STEP == 0
+    mods = made.mods(call, even)
+    # Rows past the end count where a score mod may make their scores non-finite.
+    ragged = bool(keys % _WIDE_STEP) or (mods.score_mod is not None and not even)
+    launches = [
+        _wide_launch(
+            made, call, row_values, False, mods, ragged, {**given, "dq": None, "dk": dk, "dv": dv},
+            kv_batch * kv_heads, -(-keys // _WIDE_STEP), key_head_group(call),
+        )
+    ]  # fmt: skip
+    if odd_rows is not None:
+        assert dq is not None
+        units = batch * heads
+        launches.append(
+            _wide_launch(
+                made, call, row_values, True, made.mods(call, even and length % _WIDE_ROWS == 0),
+                bool(keys % _WIDE_STEP), {**given, "dq": dq, "dk": None, "dv": None},
+                units, -(-length // _WIDE_ROWS), made.head_group(units, keys),
+            )
+        )  # fmt: skip
+    return launches
+
+
+def _wide_launch(
+    made: GluonPrograms, call: Call, row_values: Tensor, of_queries: bool, mods: Mods,
+    ragged: bool, tensors: Mapping[str, Tensor | None], units: int, tiles: int, head_group: int,
+) -> FixedLaunch:  # fmt: skip
+    # Imported here because few processes need it, and Triton reads the source of each of its
+    # functions.
+    from anyflex_cuda import hopper_wide_backward
+
+    spec = made.spec
+    blocks = (_WIDE_ROWS, _WIDE_ROWS) if call.mask is None else call.mask.block_size
+    fixed: dict[str, object] = {
+        **backward_sizes(call, row_values), **_wide_boxes(tensors), "units": units, "tiles": tiles,
+        "head_group": head_group,
+    }  # fmt: skip
+    if of_queries:
+        fixed["odd_keys"] = None
+    else:
+        fixed.update(odd_rows=None, padded_length=None)
+        fixed["row_values"] = row_descriptor(row_values, _WIDE_STEP)
+    return made.fixed_launch(
+        hopper_wide_backward.wide_kernel,
+        tiles * units,
+        {
+            **{name: None for name, each in fixed.items() if each is None},
+            **mod_constants(mods),
+            "OF_QUERIES": of_queries,
+            "Q_BLOCK": blocks[0],
+            "KV_BLOCK": blocks[1],
+            "RAGGED": ragged,
+            "D": sum(forward_call.parts_of(spec.head_dim)),
+            "DV": sum(forward_call.parts_of(spec.value_head_dim)),
+        },
+        Options(4, 1),
+        {name: each for name, each in fixed.items() if each is not None},
+        described={f"{name}_2": name for name in tensors},
     )
 
 

@@ -1,28 +1,21 @@
-"""Launch of forward on Blackwell: which specs its kernel takes, and with which tiles."""
+"""Forward on Blackwell, where the user opts in to it: which specs its kernel takes, with which
+tiles. The portable kernels take other calls, and backward."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from anyflex.plugin import Call, Outputs, Spec
+from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import blackwell_forward
-from anyflex_cuda.forward_call import Fit, boxed_program, launch_boxed, wanted_of
-from anyflex_cuda.gluon_kernels import GluonPrograms
-from anyflex_triton.building import Mods, Program
+from anyflex_cuda.forward_call import Fit, boxed_program, fit_of, launch_boxed, refusal, wanted_of
+from anyflex_cuda.gluon_kernels import FORWARD_OPTIONS, GluonPrograms, refused_options
+from anyflex_triton.building import KernelInputs, Mods, Program, TritonKernel
 
-__all__ = [
-    "BLOCK_M",
-    "Tiles",
-    "boxes_for",
-    "launch_forward",
-    "program_for",
-    "refused_spec",
-    "tiles_for",
-]
+__all__ = ["BlackwellKernel", "program_for", "refused_spec", "tiles_for"]
 
 _ROWS = 128
 """Query rows of a group of warps."""
-BLOCK_M = 2 * _ROWS
+_BLOCK_M = 2 * _ROWS
 """Query rows of a tile."""
 
 
@@ -67,7 +60,7 @@ def program_for(
 ) -> Program:
     """Return the kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
-        made, blackwell_forward.forward_kernel, boxes_for(tiles, made.spec), mods, even, wanted,
+        made, blackwell_forward.forward_kernel, _boxes_for(tiles, made.spec), mods, even, wanted,
         {
             "MASK_SCORES": mods.mask_scores,
             "STAGES": tiles.stages,
@@ -85,7 +78,7 @@ def _columns(dim: int) -> int:
     return 64 if dim <= 64 else 128
 
 
-def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
+def _boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the boxes that one load or store moves, by names of descriptors."""
     d, dv = _columns(spec.head_dim), _columns(spec.value_head_dim)
     return {
@@ -97,10 +90,60 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
-    """Launch the kernel for a call that has a `Fit`, on the current stream."""
+class BlackwellKernel(TritonKernel):
+    """Chooses and launches the kernels of one spec."""
 
-    def program_of(mods: Mods) -> Program:
-        return program_for(made, tiles, mods, fit.even, wanted_of(out))
+    def __init__(self, given: KernelInputs) -> None:
+        super().__init__(given)
+        spec, overrides = given.spec, given.overrides
+        self._tiles = tiles_for(spec)
+        self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
+        # Backward is portable, and its tanh is exact, so forward's must be too.
+        self._fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
+        self._blackwell = GluonPrograms(spec, given.source, self._fast_tanh, given.files)
 
-    launch_boxed(made, fit, call, out, program_of)
+    def describe(self, call: Call) -> str:
+        """Return ``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is
+        taken, or the portable kernels' description and why they are taken."""
+        portable = super().describe(call)
+        if self._decodes(call):
+            return portable
+        reason = self._refused or refusal(call)
+        if reason is not None:
+            return f"{portable} (not Blackwell's kernel: {reason})"
+        backward = ", backward portable" if self.spec.needs_backward else ""
+        tiles = f"{_BLOCK_M}x{self._tiles.block_n}"
+        if self._fast_tanh and self._blackwell.is_coarse(call):
+            tiles += " fast tanh"
+        return f"blackwell {tiles}, never run by the project{backward}"
+
+    def _fit(self, call: Call) -> Fit | None:
+        """Return the call's fit for Blackwell's forward, or None where it doesn't take the
+        call."""
+        if self._refused is not None or self._decodes(call):
+            return None
+        return self._blackwell.kept_fit(call, self._fit_of)
+
+    def _fit_of(self, call: Call) -> Fit | None:
+        tiles = self._tiles
+        return fit_of(self._blackwell, _BLOCK_M, tiles.block_n, _boxes_for(tiles, self.spec), call)
+
+    def workspace(
+        self, call: Call, direction: Literal["forward", "backward"]
+    ) -> tuple[TensorSpec, ...]:
+        """Return a counter or nothing for Blackwell's forward, else the portable kernels'."""
+        fit = self._fit(call) if direction == "forward" else None
+        if fit is not None:
+            return fit.workspace
+        return super().workspace(call, direction)
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        """Fill `out`."""
+        fit = self._fit(call)
+        if fit is not None:
+            made, tiles, even, wanted = self._blackwell, self._tiles, fit.even, wanted_of(out)
+            launch_boxed(
+                made, fit, call, out, lambda mods: program_for(made, tiles, mods, even, wanted)
+            )
+        else:
+            super().forward(call, out)

@@ -1,4 +1,10 @@
-"""Signatures of a spec's kernels in Gluon: those of the portable kernels, with mods for Gluon."""
+"""Signatures of a spec's kernels in Gluon: those of the portable kernels, with mods for Gluon.
+
+The text of `anyflex_triton` serves kernels in Gluon too, because they may call functions that are
+``triton.jit``: Triton compiles them with the caller's language, and elementwise functions of
+``tl`` keep a tensor's layout. Six of its names are bound to `mod_operations`, whose operations
+need a layout, and two to `mask_select_ptx`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,20 @@ from torch import Tensor
 
 from anyflex.plugin import Call, Spec
 from anyflex_cuda.gluon_launch import GluonProgram, is_aligned
-from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.kernel_arguments import TYPES
-from anyflex_triton.building import CompiledFiles, Mods, Programs, mask_scores_source
+from anyflex_triton.building import (
+    IMPORTED_OPERATIONS,
+    CompiledFiles,
+    Mods,
+    Programs,
+    mask_scores_source,
+)
 
 __all__ = [
     "BACKWARD_OPTIONS",
     "FORWARD_OPTIONS",
     "GluonPrograms",
+    "gluon_source",
     "mod_constants",
     "refused_options",
 ]
@@ -30,6 +42,18 @@ BACKWARD_OPTIONS = (
     "backward_num_stages", *_OF_ALL,
 )  # fmt: skip
 """Options of the portable kernels' forward and backward, each of which selects those kernels."""
+
+_IMPORTED = f"{IMPORTED_OPERATIONS}from anyflex_cuda import mask_select_ptx, mod_operations\n"
+_REBOUND = {
+    "tl.full(": "mod_operations.full(",
+    "ops.spread(": "mod_operations.spread(",
+    "ops.load_once(": "mod_operations.load_once(",
+    "ops.along(": "mod_operations.along(",
+    "ops.accumulate(": "mod_operations.accumulate(",
+    "ops.tanh_capped(": "mod_operations.tanh_capped(",
+    "ops.choose(": "mask_select_ptx.choose(",
+    "ops.choose_by(": "mask_select_ptx.choose_by(",
+}
 
 
 class GluonPrograms(Programs):
@@ -107,3 +131,21 @@ def refused_options(given: Mapping[str, Any], names: tuple[str, ...]) -> str | N
     """
     found = [name for name in names if given.get(name)]
     return f"the portable kernels have {' and '.join(found)}, and it doesn't" if found else None
+
+
+def gluon_source(source: str, fast_tanh: bool = False) -> str:
+    """Return the source for kernels in Gluon, given the source for portable ones.
+
+    Indices and scores must come in layouts that broadcast with each other: a score [M, N] of
+    layout L, ``q_idx`` [M, 1] and ``kv_idx`` [1, N], both of layout L too.
+
+    Args:
+        source: text by `anyflex_triton.mods.write_source`, before or after `source_for`.
+        fast_tanh: value of the option.
+    """
+    text = source.replace(IMPORTED_OPERATIONS, _IMPORTED)
+    for name, ours in _REBOUND.items():
+        text = text.replace(name, ours)
+    if fast_tanh:
+        text = text.replace("mod_operations.tanh_capped(", "mod_operations.fast_tanh_capped(")
+    return text

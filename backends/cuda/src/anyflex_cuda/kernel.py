@@ -11,6 +11,7 @@ from anyflex_cuda.backward_call import (
     backward_programs,
     backward_workspace,
     hopper_launches,
+    is_wide,
     makes_dq,
     portable_gradients,
     refused_backward,
@@ -42,7 +43,6 @@ from anyflex_cuda.gluon_kernels import (
     refused_options,
 )
 from anyflex_cuda.gluon_launch import is_boxed
-from anyflex_cuda.wide_backward_call import is_wide
 from anyflex_triton.building import (
     KernelInputs,
     Program,

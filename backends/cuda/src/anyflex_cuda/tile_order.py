@@ -83,7 +83,7 @@ def _kept(host: MaskViews, block_m: int, device: torch.device) -> _Kept:
 
 
 def _costs(host: MaskViews, block_m: int) -> Tensor:
-    """Return the number of key blocks that each tile visits: int64 [B', H', tiles].
+    """Return twice the number of key blocks that each tile visits: int64 [B', H', tiles].
 
     PARTIAL and FULL blocks count alike: mask code costs little beside the products.
     """
@@ -91,12 +91,8 @@ def _costs(host: MaskViews, block_m: int) -> Tensor:
     until = pad((end - first).cumsum(0), (1, 0))
     of_row = until[host.offsets].diff(dim=-1)
     q_block = host.block_size[0]
-    if q_block == block_m:
-        return of_row
-    if q_block % block_m == 0:
-        tiles = -(-host.q_length // block_m)
-        return of_row.repeat_interleave(q_block // block_m, dim=-1)[..., :tiles]
-    # A tile of Blackwell has two halves, which may belong to two rows of blocks.
+    # A tile of Blackwell has two halves, which may belong to two rows of blocks. Those of others
+    # count twice.
     begin = torch.arange(0, host.q_length, block_m, device="cpu")
     last = (begin + (block_m - 1)).clamp(max=host.q_length - 1)
     return of_row[..., begin // q_block] + of_row[..., last // q_block]

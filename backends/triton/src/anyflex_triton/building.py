@@ -39,7 +39,6 @@ from anyflex_triton.backward_call import (
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import NeededNext, compile_with_next
-from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel import KernelInputs, TritonKernel
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
@@ -56,6 +55,7 @@ from anyflex_triton.mask_refinement import mask_rows, with_rows
 from anyflex_triton.mods import (
     IMPORTED_OPERATIONS,
     captured_additions,
+    load_module,
     mask_scores_source,
     source_for,
     write_source,

@@ -35,7 +35,6 @@ from anyflex_triton.configs import (
 )
 from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.forward import plain_score
-from anyflex_triton.generated_modules import load_module
 from anyflex_triton.kernel_arguments import ARGUMENTS, ELEMENTS, types_of
 from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch
 from anyflex_triton.lowering import cap_factors, direct_reads
@@ -43,6 +42,7 @@ from anyflex_triton.mods import (
     Sums,
     captured_additions,
     is_light,
+    load_module,
     reads_pairs,
     source_for,
 )
