@@ -23,14 +23,14 @@ import anyflex
 from anyflex.plugin import Accepted, Decision, Kernel, isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import (
+    apply_mods,
     forward_call,
     hopper_backward,
     hopper_wide_backward,
     kernel,
-    nan_max,
-    recompute_p,
     smem_mailbox,
     split_tiles,
+    write_softmax_stats,
 )
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_launch import GluonProgram
@@ -209,9 +209,9 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     given |= in_numpy({name: values[name] for name in program.types})
     more = [
         tiles,
-        nan_max,
+        write_softmax_stats,
         smem_mailbox,
-        recompute_p,
+        apply_mods,
         split_tiles,
     ]
     module, name = hopper_backward, program.function.__name__

@@ -21,7 +21,6 @@ from anyflex_cuda import (
     apply_mods,
     blackwell_forward,
     forward_call,
-    nan_max,
     nonfinite_rows,
     smem_mailbox,
     split_tiles,
@@ -80,7 +79,7 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
         }
         given |= in_numpy(values)
         modules = (
-            tiles, forward, nan_max, smem_mailbox, apply_mods, nonfinite_rows,
+            tiles, forward, smem_mailbox, apply_mods, nonfinite_rows,
             write_softmax_stats, split_tiles,
         )  # fmt: skip
         run_kernel(blackwell_forward, "forward_kernel", grid, given, seed=0, more=modules)

@@ -16,15 +16,15 @@ from gluon_in_python import Box, Pointer, Stuck, run_kernel
 from scripts_beside import SOAK
 
 from anyflex_cuda import (
+    apply_mods,
     hopper_backward,
-    nan_max,
-    recompute_p,
     smem_mailbox,
     split_tiles,
+    write_softmax_stats,
 )
 from anyflex_triton import tiles
 
-MORE = (tiles, nan_max, smem_mailbox, recompute_p, split_tiles)
+MORE = (tiles, write_softmax_stats, smem_mailbox, apply_mods, split_tiles)
 
 
 class Case:

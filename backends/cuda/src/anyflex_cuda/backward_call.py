@@ -49,7 +49,6 @@ from anyflex_triton.building import (
 )
 
 __all__ = [
-    "Work",
     "backward_programs",
     "backward_workspace",
     "hopper_launches",
@@ -57,7 +56,6 @@ __all__ = [
     "makes_dq",
     "portable_gradients",
     "refused_backward",
-    "work_of",
 ]
 
 _KEYS = hopper_backward.KEYS
@@ -198,7 +196,7 @@ def _key_tiles(spec: Spec, keys: int) -> int:
 def backward_workspace(
     spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...]
 ) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors that `work_of` takes.
+    """Return the specs of the tensors that `_work_of` takes.
 
     Args:
         want_dq: result of `makes_dq`.
@@ -220,7 +218,7 @@ def backward_workspace(
     return tuple(found)
 
 
-def work_of(workspace: Sequence[Tensor]) -> Work:
+def _work_of(workspace: Sequence[Tensor]) -> Work:
     """Return the tensors of `backward_workspace` by name."""
     row_values, odd_keys, counter, *of_rows = workspace
     odd_rows, sums, *_ = (*of_rows, None, None)
@@ -242,11 +240,11 @@ def hopper_launches(
         grad: gradients whose dout `is_boxed`.
         grads: with the tensors of `backward_workspace` first in its workspace.
     """
-    work = work_of(grads.workspace)
+    work = _work_of(grads.workspace)
     # The True is safe: whether tiles end where the lengths do follows from the shapes.
     mods = gluon.mods_key(call, True)
     key = ("anyflex_cuda.backward", mods, backward_key(portable, call, saved, grad, grads))
-    make = partial(_fixed_launches, portable, gluon, call, saved, grad, grads, work)
+    make = partial(_fixed_launches, portable, gluon, call, saved, grad, grads)
     fixed = gluon.kept(call, key, make)
     values = backward_values(portable, call, saved, grad, grads)
     values.update(
@@ -280,10 +278,8 @@ def backward_programs(
         out: outputs of the call's forward.
         workspace: from `backward_workspace`.
     """
-    saved, grad, grads = expected_backward(portable.spec, call, out, workspace)
-    work = work_of(grads.workspace)
-    launches = _fixed_launches(portable, gluon, call, saved, grad, grads, work)
-    return [launch.program for launch in launches]
+    expected = expected_backward(portable.spec, call, out, workspace)
+    return [launch.program for launch in _fixed_launches(portable, gluon, call, *expected)]
 
 
 def _fixed_launches(
@@ -293,12 +289,12 @@ def _fixed_launches(
     saved: Saved,
     grad: GradInputs,
     grads: Grads,
-    work: Work,
 ) -> list[FixedLaunch]:
     """Return the parts of `hopper_launches` that calls of the same shapes, strides and alignment
     share."""
+    work = _work_of(grads.workspace)
     if is_wide(gluon.spec):
-        main = _wide_launches(gluon, call, grad.dout, grads, work.row_values, work.odd_rows)
+        main = _wide_launches(gluon, call, grad.dout, grads, work)
     else:
         main = [_main(gluon, call, grad.dout, grads, work)]
     return [
@@ -390,18 +386,11 @@ def _wide_boxes(tensors: Mapping[str, Tensor | None]) -> dict[str, Boxes | None]
 
 
 def _wide_launches(
-    made: GluonPrograms,
-    call: Call,
-    dout: Tensor,
-    grads: Grads,
-    row_values: Tensor,
-    odd_rows: Tensor | None,
+    made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work
 ) -> list[FixedLaunch]:
-    """Return the launches that fill grads.dv, grads.dk, and, where there are `odd_rows`, grads.dq.
-
-    Args:
-        row_values, odd_rows: as in `Work`.
-    """
+    """Return the launches that fill grads.dv, grads.dk, and, where there are `work.odd_rows`,
+    grads.dq."""
+    row_values = work.row_values
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     assert dk is not None and dv is not None
     given = {"query": call.query, "key": call.key, "value": call.value, "dout": dout}
@@ -417,7 +406,7 @@ def _wide_launches(
             kv_batch * kv_heads, -(-keys // _WIDE_STEP), key_head_group(call),
         )
     ]  # fmt: skip
-    if odd_rows is not None:
+    if work.odd_rows is not None:
         assert dq is not None
         units = batch * heads
         launches.append(

@@ -41,11 +41,10 @@ from anyflex_cuda.kernel_records import (
     StepMods,
     TileSchedule,
 )
-from anyflex_cuda.nan_max import larger
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
 from anyflex_cuda.smem_mailbox import WORDS, said, say
 from anyflex_cuda.split_tiles import barriers, load_box, reinterpret, store_box
-from anyflex_cuda.write_softmax_stats import write_row_sums
+from anyflex_cuda.write_softmax_stats import larger, write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
     FULL,

@@ -13,9 +13,9 @@ import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, forward_call
-from anyflex_cuda.forward_call import DESCRIBED, layouts_of
+from anyflex_cuda.forward_call import DESCRIBED, boxed_layouts
 from anyflex_cuda.gluon_kernels import GluonPrograms, mod_constants
-from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes
+from anyflex_cuda.gluon_launch import boxes_of, descriptor_type
 from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
 from anyflex_triton.building import (
     BYTES,
@@ -159,10 +159,8 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
     `forward_call.refusal` does for a reason other than alignment of pointers."""
     spec = made.spec
     size = spec.dtype.itemsize
-    layouts = layouts_of(call)
-    if not all(has_boxes(shape, strides, size) for shape, strides in layouts.values()):
-        return None
-    if refused_decode(spec, tiles, call) is not None:
+    layouts = boxed_layouts(call)
+    if layouts is None or refused_decode(spec, tiles, call) is not None:
         return None
     batch, heads, length, _ = call.query.shape
     kv_heads, keys = call.key.shape[1:3]

@@ -30,17 +30,15 @@ from anyflex_triton.building import (
 
 __all__ = [
     "DESCRIBED",
-    "OUTS",
     "Fit",
-    "Lengths",
     "Tiles",
+    "boxed_layouts",
     "boxed_program",
     "boxes_for",
     "cores",
     "fit_of",
     "launch_boxed",
     "launch_forward",
-    "layouts_of",
     "parts_of",
     "program_for",
     "refusal",
@@ -322,12 +320,14 @@ class Fit(NamedTuple):
     ready: dict[object, tuple[Program, FixedArguments]]
 
 
-def layouts_of(call: Call) -> dict[str, tuple[Lengths, Lengths]]:
-    """Return shape and strides of query, key and value."""
-    return {
-        name: (tensor.shape, tensor.stride())
-        for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value))
+def boxed_layouts(call: Call) -> dict[str, tuple[Lengths, Lengths]] | None:
+    """Return shape and strides of query, key and value, or None where some has no boxes."""
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    found: dict[str, tuple[Lengths, Lengths]] = {
+        name: (tensor.shape, tensor.stride()) for name, tensor in tensors.items()
     }
+    size = call.query.element_size()
+    return found if all(has_boxes(*layout, size) for layout in found.values()) else None
 
 
 def fit_of(
@@ -342,8 +342,8 @@ def fit_of(
     """
     spec = made.spec
     size = spec.dtype.itemsize
-    layouts = layouts_of(call)
-    if not all(has_boxes(shape, strides, size) for shape, strides in layouts.values()):
+    layouts = boxed_layouts(call)
+    if layouts is None:
         return None
     batch, heads, length, _ = call.query.shape
     keys = call.key.shape[2]

@@ -9,7 +9,7 @@ need a layout, and two to `mask_select_ptx`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -98,14 +98,8 @@ class GluonPrograms(Programs):
             query, key, value = call.query, call.key, call.value
             if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
                 return None
-        kept = call.kept
-        if kept is None:
-            return make(call)
-        # False marks a fit that isn't computed yet; None is a result.
-        fit: T | Literal[False] = kept.get("anyflex_cuda.fit", False)
-        if fit is False:
-            fit = kept["anyflex_cuda.fit"] = make(call)
-        return fit
+        # None is a result too.
+        return self.kept(call, "anyflex_cuda.fit", lambda: (make(call),))[0]
 
 
 def mod_constants(mods: Mods, totals: Sequence[Tensor] = ()) -> dict[str, object]:

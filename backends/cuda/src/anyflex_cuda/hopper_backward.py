@@ -26,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.apply_mods import weights_of
 from anyflex_cuda.kernel_records import MaskRuns
-from anyflex_cuda.nan_max import larger
-from anyflex_cuda.recompute_p import weights_of
 from anyflex_cuda.smem_mailbox import named_barrier, said, say
 from anyflex_cuda.split_tiles import (
     barriers,
@@ -37,6 +36,7 @@ from anyflex_cuda.split_tiles import (
     reinterpret,
     store_box,
 )
+from anyflex_cuda.write_softmax_stats import larger
 from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
 __all__ = ["KEYS", "KeyGrid", "backward_kernel"]
@@ -174,7 +174,6 @@ class KeySums:
 
 KEYS = 128
 """Keys of a tile, 64 for each consumer."""
-HALF = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 """Pipeline stages: steps whose query rows and dout are in shared memory. A step's stay until the
 next step's scores are issued."""
@@ -830,15 +829,11 @@ def backward_kernel(
             CAPTURED_GRADIENTS=CAPTURED_GRADIENTS,
         ),
     )
-    gl.warp_specialize(
-        [
-            (consume, (call, 0)),
-            (consume, (call, 1)),
-            (produce, (
-                StepLoads(query=query, dout=dout, row_values=row_values), key, value, counter,
-                memory, keys, mask, grid, SCORE_MOD is not None, MASK_MOD is not None, DYNAMIC,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    gl.warp_specialize([
+        (consume, (call, 0)),
+        (consume, (call, 1)),
+        (produce, (
+            StepLoads(query=query, dout=dout, row_values=row_values), key, value, counter,
+            memory, keys, mask, grid, SCORE_MOD is not None, MASK_MOD is not None, DYNAMIC,
+        )),
+    ], [4, 1], [240, 24])

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.apply_mods import weights_of
 from anyflex_cuda.hopper_backward import (
     KeyGrid,
     head_of_stream,
@@ -39,7 +40,6 @@ from anyflex_cuda.hopper_backward import (
     tile_of,
 )
 from anyflex_cuda.kernel_records import MaskRuns
-from anyflex_cuda.recompute_p import weights_of
 from anyflex_cuda.smem_mailbox import named_barrier, said, say
 from anyflex_cuda.split_tiles import (
     awaited,

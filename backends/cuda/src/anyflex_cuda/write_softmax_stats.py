@@ -1,17 +1,24 @@
 """Softmax statistics of rows at the end of a tile: lse, the largest score, and what backward needs
-where these are huge."""
+where these are huge; and a maximum that propagates NaN."""
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anyflex_triton.device_functions import LOG2E, natural_scores
 
-__all__ = ["write_row_sums"]
+__all__ = ["larger", "write_row_sums"]
 
 # Argument lists would be a line an argument.
 # fmt: off
+
+
+@gluon.jit
+def larger(x, y):
+    """Return the larger of x and y, or NaN if either is NaN."""
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit

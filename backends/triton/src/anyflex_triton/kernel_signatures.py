@@ -53,12 +53,10 @@ if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles
 
 __all__ = [
-    "Describer",
     "MaskRows",
     "Mods",
     "Programs",
     "beside",
-    "columns_of_part",
     "heads_at_a_time",
     "kept_of",
     "key_head_group",
