@@ -155,6 +155,23 @@ def test_an_accelerator_out_of_memory_for_what_forward_keeps_says_so_itself(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty", empty)
-    plan: Any = SimpleNamespace(device=torch.device("cpu"))
+    spec = Spec("cuda", "", torch.float32, 8, 8)
+    compiled = SimpleNamespace(backend=SimpleNamespace(name="cuda"), spec=spec)
+    plan: Any = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
         launch.allocate_saved_bytes(plan, 4)
+
+
+def test_what_raises_where_outputs_are_made_is_not_blamed_on_the_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def empty_like(*given: object, **options: object) -> Tensor:
+        raise RuntimeError("of a mode that the user has set")
+
+    query = torch.randn(1, 1, 8, 8, requires_grad=True)
+    out = anyflex.flex_attention(query, query, query, backend="cpu.hungry")
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    with pytest.raises(RuntimeError, match="^of a mode that the user has set$"):
+        anyflex.flex_attention(query, query, query, backend="cpu.hungry")
+    with pytest.raises(RuntimeError, match="^of a mode that the user has set$"):
+        out.backward(torch.ones(1, 1, 8, 8))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.decision import Accepted
 from anyflex.contract.spec import Spec
-from anyflex.errors import AnyflexError, PluginError
+from anyflex.errors import AllocationError, AnyflexError, PluginError
 from anyflex.registry.cached_state import STATE
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "described",
     "kernel_failed",
     "launched",
+    "no_memory",
     "summary",
 ]
 
@@ -51,12 +52,8 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
     from anyflex.registry.plugin_errors import first_line, plugin_error
 
     name = compiled.backend.name
-    if isinstance(error, (RuntimeError, MemoryError)):
-        from anyflex.tensors.allocation import failed_allocation
-
-        doing = f"backend {name!r} ran out of memory computing {summary(compiled.spec)}"
-        if failure := failed_allocation(doing, error):
-            return failure
+    if isinstance(error, (RuntimeError, MemoryError)) and (failure := no_memory(compiled, error)):
+        return failure
     others = "backend='reference'" if name != "reference" else "another backend"
     broken = plugin_error(
         name,
@@ -66,6 +63,17 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
     )
     broken.__cause__ = error
     return broken
+
+
+def no_memory(
+    compiled: CompiledKernel, error: RuntimeError | MemoryError
+) -> AllocationError | None:
+    """Return the error to raise where `error` is of an allocation that failed, else None; also for
+    torch.OutOfMemoryError, which passes as it is."""
+    from anyflex.tensors.allocation import failed_allocation
+
+    name, work = compiled.backend.name, summary(compiled.spec)
+    return failed_allocation(f"backend {name!r} ran out of memory computing {work}", error)
 
 
 def described(compiled: CompiledKernel, call: Call) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.errors import AnyflexError
 from anyflex.registry.cached_state import STATE
-from anyflex.runtime.compiled_kernel import kernel_failed, launched
+from anyflex.runtime.compiled_kernel import kernel_failed, launched, no_memory
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
 from anyflex.runtime.saved_tensor_checks import check_backward
@@ -65,6 +65,11 @@ def launch_forward(
                     lse = query.new_empty(rows, dtype=plan.accumulate)
             if plan.max_scores:
                 max_scores = query.new_empty(rows, dtype=plan.accumulate)
+    except (RuntimeError, MemoryError) as error:
+        if failure := no_memory(plan.compiled, error):
+            raise failure from error
+        raise
+    try:
         if save and plan.saves:
             specs = plan.kernel.saved_outputs(call)
             if saved_bytes is None:
@@ -108,10 +113,10 @@ def allocate_saved_bytes(plan: Plan, size: int) -> Tensor:
     """
     try:
         return torch.empty(size, dtype=torch.uint8, device=plan.device)
-    except _THEIR_OWN:
-        raise
     except (RuntimeError, MemoryError) as error:
-        raise kernel_failed(plan.compiled, error) from error
+        if failure := no_memory(plan.compiled, error):
+            raise failure from error
+        raise
 
 
 def launch_backward(
@@ -169,6 +174,11 @@ def launch_backward(
                 accumulators.append(torch.zeros_like(tensor))
             else:  # an expanded tensor's gradient is dense
                 accumulators.append(tensor.new_zeros(tensor.shape, dtype=dtype))
+    except (RuntimeError, MemoryError) as error:
+        if failure := no_memory(plan.compiled, error):
+            raise failure from error
+        raise
+    try:
         if plan.own_backward and plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "backward"))
         grads = Grads(dq, dk, dv, tuple(accumulators), workspace.tensors if workspace else ())
