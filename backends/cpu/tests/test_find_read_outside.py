@@ -41,7 +41,7 @@ def find(score, ld, rows, columns):
 
 
 def found(call: str) -> str:
-    """What a process prints that makes the call: its failure ends the process."""
+    """Return what a process prints that makes the call; a failure ends that process alone."""
     path = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
         [sys.executable, "-c", PROGRAM + call],
