@@ -240,7 +240,7 @@ PIECES = [
     ("tcgen05_commit(ring.v_empty.index(before))", "pass"),
     ("tcgen05_commit(ring.k_empty.index(slot))", "pass"),
     ("mbarrier.arrive(memory.weighed, count=1)", "pass"),
-    ("empty=barriers(ORDERS, 3)", "empty=barriers(ORDERS, 2)"),
+    ("mbarrier.init(order_empty.index(i), count=3)", "mbarrier.init(order_empty.index(i), 2)"),
     # A single barrier for scores and the tile's accumulator would get two phases ahead of its
     # group.
     ("summed.index(", "done.index("),

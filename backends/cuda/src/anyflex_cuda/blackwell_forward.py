@@ -43,7 +43,7 @@ from anyflex_cuda.kernel_records import (
 )
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
 from anyflex_cuda.smem_mailbox import WORDS, said, say
-from anyflex_cuda.split_tiles import barriers, load_box, reinterpret, store_box
+from anyflex_cuda.split_tiles import load_box, reinterpret, store_box
 from anyflex_cuda.write_softmax_stats import larger, write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
@@ -714,6 +714,7 @@ def forward_kernel(
         counter: used where programs are fewer than tiles.
         Q_BLOCK: a multiple of 128.
     """
+    ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MASKED: gl.constexpr = HAS_MASK or not EVEN
     S_MEMORY: gl.constexpr = TensorMemoryLayout((ROWS, BLOCK_N), col_stride=1)
@@ -725,18 +726,41 @@ def forward_kernel(
     scores = allocate_tensor_memory(gl.float32, [2, ROWS, BLOCK_N], S_MEMORY)
     sums = allocate_tensor_memory(gl.float32, [2, ROWS, DV], O_MEMORY)
     orders = gl.allocate_shared_memory(gl.int32, [ORDERS * WORDS, 1], WORD)
-    descs = LoadDescriptors(q=q_desc, k=k_desc, v=v_desc, D=D, DV=DV)
-    queries = GroupQueries(bufs=q_bufs, full=barriers(2), empty=barriers(1).index(0))
-    ring = KeyRing(
-        k_bufs=k_bufs, v_bufs=v_bufs, k_full=barriers(STAGES), k_empty=barriers(STAGES),
-        v_full=barriers(STAGES), v_empty=barriers(STAGES), STAGES=STAGES, BLOCK_N=BLOCK_N,
-    )
-    memory = GroupMemory(
-        scores=scores, sums=sums, done=barriers(2), weighed=barriers(2), summed=barriers(2),
-    )
-    # An order is released by the multiplier and both groups.
-    order_ring = OrderRing(words=orders, full=barriers(ORDERS), empty=barriers(ORDERS, 3))
+    order_full = gl.allocate_shared_memory(gl.int64, [ORDERS, 1], ONE_ROW)
+    order_empty = gl.allocate_shared_memory(gl.int64, [ORDERS, 1], ONE_ROW)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE_ROW)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], ONE_ROW)
+    weighed = gl.allocate_shared_memory(gl.int64, [2, 1], ONE_ROW)
+    summed = gl.allocate_shared_memory(gl.int64, [2, 1], ONE_ROW)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    for i in gl.static_range(ORDERS):
+        mbarrier.init(order_full.index(i), count=1)
+        # Arrivals: the multiplier and both groups.
+        mbarrier.init(order_empty.index(i), count=3)
+    for g in gl.static_range(2):
+        mbarrier.init(q_full.index(g), count=1)
+        mbarrier.init(done.index(g), count=1)
+        mbarrier.init(weighed.index(g), count=1)
+        mbarrier.init(summed.index(g), count=1)
+    mbarrier.init(q_empty, count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=1)
     fence_async_shared()
+    descs = LoadDescriptors(q=q_desc, k=k_desc, v=v_desc, D=D, DV=DV)
+    queries = GroupQueries(bufs=q_bufs, full=q_full, empty=q_empty)
+    ring = KeyRing(
+        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, k_empty=k_empty, v_full=v_full,
+        v_empty=v_empty, STAGES=STAGES, BLOCK_N=BLOCK_N,
+    )
+    memory = GroupMemory(scores=scores, sums=sums, done=done, weighed=weighed, summed=summed)
+    order_ring = OrderRing(words=orders, full=order_full, empty=order_empty)
     mask = MaskRuns(
         offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
         Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,

@@ -29,13 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anyflex_cuda.apply_mods import weights_of
 from anyflex_cuda.kernel_records import MaskRuns
 from anyflex_cuda.smem_mailbox import named_barrier, said, say
-from anyflex_cuda.split_tiles import (
-    barriers,
-    layout_of_products,
-    load_box,
-    reinterpret,
-    store_box,
-)
+from anyflex_cuda.split_tiles import layout_of_products, load_box, reinterpret, store_box
 from anyflex_cuda.write_softmax_stats import larger
 from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
@@ -798,15 +792,23 @@ def backward_kernel(
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     # Mailbox word with the tile's number.
     tile_words = gl.allocate_shared_memory(gl.int32, [1, 1], word)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(do_full.index(slot), count=1)
+    fence_async_shared()
     memory = StepMemory(
         q_tiles=q_tiles, do_tiles=do_tiles, lse_rows=lse_rows, delta_rows=delta_rows,
-        q_full=barriers(STAGES), do_full=barriers(STAGES), BLOCK_M=BLOCK_M, D=D, DV=DV,
+        q_full=q_full, do_full=do_full, BLOCK_M=BLOCK_M, D=D, DV=DV,
     )
     keys = KeyMemory(
-        k_tiles=k_tiles, v_tiles=v_tiles, words=tile_words, full=barriers(1).index(0),
-        empty=barriers(1, 2).index(0),
+        k_tiles=k_tiles, v_tiles=v_tiles, words=tile_words, full=kv_full, empty=kv_empty,
     )
-    fence_async_shared()
     mask = MaskRuns(
         offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
         Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,

@@ -52,7 +52,7 @@ from anyflex_cuda.nonfinite_rows import (
     seen_nonfinite,
 )
 from anyflex_cuda.smem_mailbox import said, say
-from anyflex_cuda.split_tiles import ROWS, barriers, load_box
+from anyflex_cuda.split_tiles import ROWS, load_box
 from anyflex_triton.device_functions import (
     Mods,
     RowResults,
@@ -606,21 +606,29 @@ def decode_kernel(
         gl.num_programs(0), units, GROUP * q_length, VALUE_DIM,
     )
     steps = edges + steps_place(batch if PLAN == EACH else 1)
+    ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
     q_buf = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_LAYOUT)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
     plan = StepPlan(
         edges=edges, steps=steps, batch=batch, kv_heads=kv_heads, kv_length=kv_length,
         unit_steps=unit_steps, most=most, groups=groups, PLAN=PLAN, BLOCK_N=BLOCK_N,
     )
     ring = DecodeRing(
-        k_bufs=k_bufs, v_bufs=v_bufs, k_full=barriers(STAGES), v_full=barriers(STAGES),
-        empty=barriers(STAGES), words=words, STAGES=STAGES,
+        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, v_full=v_full, empty=empty, words=words,
+        STAGES=STAGES,
     )
-    fence_async_shared()
     loads = DecodeLoads(k_desc=k_desc, v_desc=v_desc, KV_SHARED=KV_SHARED, D=D, DV=DV)
     call = DecodeCall(
         q_buf=q_buf, ring=ring,

@@ -40,7 +40,6 @@ from anyflex_cuda.smem_mailbox import WORDS, said, say
 from anyflex_cuda.split_tiles import (
     ROWS,
     awaited,
-    barriers,
     buffers,
     descriptors,
     layout_of_products,
@@ -763,6 +762,7 @@ def forward_kernel(
         SHARES_ROOM: whether out and rest are stored from the queries' buffers, because shared
             memory has no room for both; their parts are as wide as the queries' first ones.
     """
+    ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MASKED: gl.constexpr = HAS_MASK or not EVEN
     q_descs = descriptors(q_desc, q2_desc)
@@ -783,17 +783,29 @@ def forward_kernel(
     v_bufs = buffers(v_descs, STAGES)
     tile_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
     step_words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
+    passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+    mbarrier.init(passed, count=CONSUMERS)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    fence_async_shared()
     descs = LoadDescriptors(q=q_descs, k=k_descs, v=v_descs, D=D, DV=DV)
     queries = TileQueries(
-        bufs=q_bufs, full=barriers(CONSUMERS), passed=barriers(1, CONSUMERS).index(0),
-        words=tile_words, CONSUMERS=CONSUMERS,
+        bufs=q_bufs, full=q_full, passed=passed, words=tile_words, CONSUMERS=CONSUMERS,
     )
     ring = KeyRing(
-        k_bufs=k_bufs, v_bufs=v_bufs, k_full=barriers(STAGES),
-        k_empty=barriers(STAGES, CONSUMERS), v_full=barriers(STAGES),
-        v_empty=barriers(STAGES, CONSUMERS), STAGES=STAGES, BLOCK_N=BLOCK_N,
+        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, k_empty=k_empty, v_full=v_full,
+        v_empty=v_empty, STAGES=STAGES, BLOCK_N=BLOCK_N,
     )
-    fence_async_shared()
     mask = MaskRuns(
         offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
         Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,

@@ -43,7 +43,6 @@ from anyflex_cuda.kernel_records import MaskRuns
 from anyflex_cuda.smem_mailbox import named_barrier, said, say
 from anyflex_cuda.split_tiles import (
     awaited,
-    barriers,
     buffers,
     descriptors,
     layout_of_products,
@@ -612,6 +611,15 @@ def scaled(acc, scale):
     found = acc[:0]
     for p in gl.static_range(len(acc)):
         found = found + (acc[p] * scale,)
+    return found
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """Return COUNT mbarriers, each for one arrival."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=1)
     return found
 
 

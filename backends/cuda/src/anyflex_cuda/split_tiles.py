@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -22,7 +21,6 @@ from anyflex_triton.device_functions import nonfinite
 __all__ = [
     "ROWS",
     "awaited",
-    "barriers",
     "buffers",
     "descriptors",
     "layout_of_products",
@@ -157,13 +155,4 @@ def buffers(descs, ROOMS: gl.constexpr):
     found = descs[:0]
     for p in gl.static_range(len(descs)):
         found = found + (buffer(descs[p], ROOMS),)
-    return found
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Allocate COUNT mbarriers, each for ARRIVALS arrivals."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
     return found
