@@ -189,7 +189,9 @@ def main(parts: list[str]) -> None:
         state = {"base": base, "parts": {}}
         version = ".".join(str(number) for number in facts["version"])
         print(
-            f"setting up {VENV.name}: Python {version}, {words} (once, a minute or so)", flush=True
+            f"setting up {VENV.name}: Python {version}, {words} "
+            "(once, some minutes: it compiles the CPU backend)",
+            flush=True,
         )
         if VENV.exists():
             shutil.rmtree(VENV)
