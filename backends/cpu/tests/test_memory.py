@@ -156,9 +156,7 @@ def test_a_workspace_that_fits_nowhere_is_no_fault_of_the_plugin(
     monkeypatch.setattr(CpuKernel, "_workspace_bytes", asked)
     # The computed sizes are cached, so these sizes must be unique to this test.
     query = torch.randn(1, 1, 9, 8 if direction == "forward" else 16, requires_grad=True)
-    with pytest.raises(
-        anyflex.AllocationError, match=rf"workspace: {2**55 + 64} bytes \(32 PiB\)"
-    ):
+    with pytest.raises(anyflex.AllocationError, match=rf"{2**55 + 64} bytes \(32 PiB\)"):
         anyflex.flex_attention(query, query, query, backend="cpu").sum().backward()
 
 
