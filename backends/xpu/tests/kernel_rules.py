@@ -13,6 +13,7 @@ tests/test_compiled_kernels.py shows the same in compiled kernels.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ vendors."""
 DESCRIBED = "DESCRIBED"
 """Name of the constant that says where descriptors are created; for an Intel GPU ``"kernel"`` or
 None."""
+HANDED = rf"(\w+\.)?{DESCRIBED} (is not None|== 'host')"
+"""Conditions, of a constant or of a record's field, under which a parameter is a descriptor."""
 LEAVES = "a descriptor is used in the function that makes it, or handed to a kernel"
 BANNED_MODULES = ("triton.tools.tensor_descriptor", "triton.experimental")
 ACCESSES = ("load", "store", "gather", "scatter", "atomic_add", "atomic_max", "atomic_min")
@@ -136,7 +139,7 @@ def _in_kernel(kernel: ast.FunctionDef, kernels: set[str]) -> Iterator[Violation
             if isinstance(receiver, ast.Name) and receiver.id in made:
                 allowed.add(id(receiver))
             elif _last(receiver) not in ("tl", "gl") and not (
-                _last(receiver) in parameters and id(node) in handed
+                _first(receiver) in parameters and id(node) in handed
             ):
                 yield Violation(node.lineno, LEAVES)
     for node in ast.walk(kernel):
@@ -149,7 +152,7 @@ def _in_kernel(kernel: ast.FunctionDef, kernels: set[str]) -> Iterator[Violation
 
 def _where_described(kernel: ast.FunctionDef) -> Iterator[ast.AST]:
     for node in ast.walk(kernel):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == f"{DESCRIBED} is not None":
+        if isinstance(node, ast.If) and re.fullmatch(HANDED, ast.unparse(node.test)):
             for statement in node.body:
                 yield from ast.walk(statement)
 
@@ -183,6 +186,11 @@ def _is_kernel(function: ast.FunctionDef | ast.ClassDef, *names: str) -> bool:
         each.func if isinstance(each, ast.Call) else each for each in function.decorator_list
     ]
     return any(_last(each) in (names or ("jit",)) for each in decorators)
+
+
+def _first(node: ast.AST) -> str:
+    """Return the name of the record that an attribute is a field of, or the name itself."""
+    return _first(node.value) if isinstance(node, ast.Attribute) else _last(node)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -56,9 +56,10 @@ FAULTS = (
                 _EXTRAS,
                 _EXTRAS
                 + "        size = grad.dout.shape\n        dense = torch.empty(size).stride()\n"
-                "        vars(grad)['dout'] = grad.dout.as_strided(size, dense) if "
+                "        flat = grad.dout.as_strided(size, dense) if "
                 "grad.dout.numel() <= grad.dout.untyped_storage().nbytes() // "
-                "grad.dout.element_size() else grad.dout.contiguous()\n",
+                "grad.dout.element_size() else grad.dout.contiguous()\n"
+                "        grad = grad._replace(dout=flat)\n",
             ),
         ),
         "state/dout_strides",

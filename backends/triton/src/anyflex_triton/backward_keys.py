@@ -69,7 +69,7 @@ def load_row_values(row_values, at, first, rows, end, BOUND: tl.constexpr):
     """
     tensor = row_values.tensor
     if row_values.DESCRIBED == "host":
-        return tensor.load([(at + first).to(tl.int32)])
+        return row_values.tensor.load([(at + first).to(tl.int32)])
     elif BOUND:
         return tl.load(tensor + at + first + rows, mask=first + rows < end, other=0.0)
     else:
