@@ -1,17 +1,15 @@
-"""The conformance kit's quick subset; `anyflex conformance --backend cpu` runs all."""
+"""The conformance kit's quick subset; `anyflex conformance --backend cpu` runs all, and
+`make soak` with interpreted mods."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+
+from soak import SOAK
 
 from anyflex.plugin import Artifacts, Kernel, Spec
 from anyflex.testing import Conformance
 from anyflex_cpu.backend import CpuBackend
-
-SOAK = os.environ.get("ANYFLEX_SOAK") == "1"
-"""Whether all cases run with interpreted mods, which takes minutes. `make conformance-cpu` runs
-all cases with compiled ones."""
 
 
 class TestConformance(Conformance):

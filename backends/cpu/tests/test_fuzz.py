@@ -23,6 +23,7 @@ from fuzz_drawing import Call, draw_call
 from fuzz_formula import Expected
 from fuzz_paths import OF_LARGE, Paths
 from fuzz_wrong import WRONGS, is_refusal
+from soak import SOAK
 from torch import Tensor
 
 import anyflex
@@ -30,7 +31,7 @@ from anyflex import ArgumentError, BackendRefused, BlockMaskError, PluginError
 from anyflex_cpu import library
 
 ENOUGH_CALLS = 400
-CALLS = 100_000 if os.environ.get("ANYFLEX_SOAK") == "1" else ENOUGH_CALLS
+CALLS = 100_000 if SOAK else ENOUGH_CALLS
 CHUNK = 2000
 SECONDS = 900
 """Time limit of one process in seconds: a call that never returns is a failure too."""

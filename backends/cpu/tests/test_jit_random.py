@@ -4,11 +4,11 @@ same graphs and against the interpreter."""
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
 from native_tiles import NativeTile, compiled, expected, expected_gradients
+from soak import SOAK
 from torch import Tensor
 
 from anyflex.plugin import ModGraph, differentiate, parse_graph, simplify
@@ -19,7 +19,7 @@ expressions = pytest.importorskip(
 )
 trace = pytest.importorskip("anyflex.tracing.trace")
 
-COUNT = 500 if os.environ.get("ANYFLEX_SOAK") == "1" else 50
+COUNT = 500 if SOAK else 50
 SIZE = expressions.SIZE
 COLUMNS = 2 * SIZE
 
