@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.session import Session
 
-__all__ = ["BehaviourCase", "Case", "Group", "row"]
+__all__ = ["BehaviourCase", "Case", "Group", "Row", "row"]
 
 Behaviour = Callable[[Session], None]
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 """Arguments of an `AttentionCase`, by name."""
 
 
 def row(
-    shows: str,
-    lengths: tuple[int, int] = (40, 40),
+    shows: str | None = None,
+    lengths: tuple[int, int] | None = None,
     *,
-    heads: tuple[int, int] = (2, 2),
-    head_dims: tuple[int, int] = (16, 16),
+    heads: tuple[int, int] | None = None,
+    head_dims: tuple[int, int] | None = None,
     **special: Any,
 ) -> Row:
-    """Return a row of `Group.compare_rows`.
+    """Return a row of `Group.compare`, or what its rows have in common.
 
     Args:
         lengths: of query and key.
         heads: of query and key.
         head_dims: of query and value.
     """
-    sizes = ("q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_head_dim")
-    return {
-        "shows": shows,
-        **dict(zip(sizes, (*lengths, *heads, *head_dims), strict=True)),
-        **special,
-    }
+    given = special if shows is None else {"shows": shows, **special}
+    for first, second, pair in (
+        ("q_length", "kv_length", lengths),
+        ("heads", "kv_heads", heads),
+        ("head_dim", "value_head_dim", head_dims),
+    ):
+        if pair is not None:
+            given[first], given[second] = pair
+    return given
 
 
 @dataclass(frozen=True)
@@ -64,33 +67,34 @@ Case = AttentionCase | BehaviourCase
 
 
 class Group(dict[str, Case]):
-    """Cases of one group by name, in the order in which they are entered."""
+    """Cases of one group by name, in the order in which they are entered.
 
-    def compare(self, *cases: AttentionCase) -> None:
-        """Enter comparisons."""
-        for case in cases:
-            self.enter(case)
+    Args:
+        name: how the names of its cases begin.
+    """
 
-    def compare_rows(self, group: str, common: Row, **rows: Row) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def compare(self, common: Row, **rows: Row) -> None:
         """Enter a comparison for each row of a table, by the end of its name.
 
         Args:
             common: arguments of `AttentionCase` that rows have unless they say another thing.
         """
         for name, special in rows.items():
-            self.enter(AttentionCase(f"{group}/{name}", **{**common, **special}))
+            self.enter(AttentionCase(f"{self._name}/{name}", **{**common, **special}))
 
     def behaviour(
         self, *, quick: bool = True, alone: bool = False
     ) -> Callable[[Behaviour], Behaviour]:
-        """Enter the decorated function ``module.name`` as the case ``module/name``; its docstring
-        is the property that it shows."""
+        """Enter the decorated function as a case of its name; its docstring is what it shows."""
 
         def enter(run: Behaviour) -> Behaviour:
-            group = run.__module__.rpartition(".")[2]
             shows = " ".join((run.__doc__ or "").split()).removesuffix(".")
             shows = shows[:1].lower() + shows[1:]
-            name = f"{group}/{run.__name__}"
+            name = f"{self._name}/{run.__name__}"
             self.enter(BehaviourCase(name, shows, run, quick, alone=alone))
             return run
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import LSE, MAXIMA, QKV, AttentionCase
+from anyflex.testing.attention_case import LSE, MAXIMA, QKV
 from anyflex.testing.case_types import Group, row
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("aux")
 
 
 def equal_scores(tensors: dict[str, Tensor]) -> None:
@@ -24,8 +24,7 @@ def largest_at_the_end(tensors: dict[str, Tensor]) -> None:
     tensors["key"][..., -1, :] = 3.0
 
 
-CASES.compare_rows(
-    "aux",
+CASES.compare(
     {},
     lse_of_two_keys=row(
         "lse is the natural logarithm of the sum of exponentials", (1, 2), aux=LSE
@@ -73,18 +72,11 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"aux/{'_and_'.join(sorted(aux)) or 'none'}{'_' + gradient if gradient else ''}",
+    row(lengths=(70, 90), heads=(4, 2), batch=2, score_mod="softcap", mask_mod="random_spans"),
+    **{
+        f"{'_and_'.join(sorted(aux)) or 'none'}{'_' + gradient if gradient else ''}": row(
             f"auxiliary outputs {', '.join(sorted(aux)) or 'none'}"
             + (", with gradients" if gradient else ""),
-            batch=2,
-            heads=4,
-            kv_heads=2,
-            q_length=70,
-            kv_length=90,
-            score_mod="softcap",
-            mask_mod="random_spans",
             aux=aux,
             gradients=QKV if gradient else frozenset(),
             dlse=gradient == "dlse",
@@ -92,5 +84,5 @@ CASES.compare(
         for aux in (frozenset[str](), LSE, MAXIMA, LSE | MAXIMA)
         for gradient in ("", "dout", "dlse")
         if "lse" in aux or gradient != "dlse"
-    ),
+    },
 )

@@ -18,7 +18,7 @@ from anyflex.testing.session import ConformanceFailure, NotApplicable, Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("compiled")
 
 
 def _modded(session: Session, name: str, **changes: Any) -> AttentionCase:

@@ -18,7 +18,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("declared")
 
 _LARGEST = 1024
 """Head dims above this are tried in the whole kit only, up to `_HUGE`."""

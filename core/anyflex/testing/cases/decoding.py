@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from anyflex.testing.attention_case import LSE, AttentionCase
-from anyflex.testing.case_types import Group
+from anyflex.testing.attention_case import LSE
+from anyflex.testing.case_types import Group, row
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("decoding")
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 SIZES: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
@@ -23,23 +23,20 @@ SIZES: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
     (64, 6, 2, 1, 345, "alibi_learned", "causal_bottom_right"),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"decoding/{q_length}_{heads}_{kv_heads}_{kv_length}{suffix}",
+    {"aux": LSE},
+    **{
+        f"{q_length}_{heads}_{kv_heads}_{kv_length}{suffix}": row(
             f"{q_length} queries of {heads} heads, {kv_length} keys of {kv_heads}"
             + (f", score mod {score_mod}" if score_mod else ""),
+            (q_length, kv_length),
+            heads=(heads, kv_heads),
             batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_length=q_length,
-            kv_length=kv_length,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            aux=LSE,
             dtype=dtype,
             quick=dtype is torch.float32,
         )
         for q_length, heads, kv_heads, batch, kv_length, score_mod, mask_mod in SIZES
         for suffix, dtype in (("", torch.float32), ("_bfloat16", BFLOAT16), ("_float16", FLOAT16))
-    ),
+    },
 )

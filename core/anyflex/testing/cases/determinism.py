@@ -19,7 +19,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("determinism")
 
 _RUNS = 20
 

@@ -23,7 +23,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("devices")
 
 _NO_ACCELERATOR = "the CPU has no streams"
 _LAUNCHES = 5

@@ -8,17 +8,16 @@ import math
 import torch
 
 from anyflex.plugin import TensorSpec
-from anyflex.testing.attention_case import ALL, QKV, AttentionCase
+from anyflex.testing.attention_case import ALL, LSE, QKV
 from anyflex.testing.case_types import Group, row
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("gradients")
 
-CASES.compare_rows(
-    "gradients",
+CASES.compare(
     {"gradients": QKV},
     of_lse=row(
         "a gradient that arrives at lse alone",
@@ -95,36 +94,26 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"gradients/many_additions{ending}",
+    row(lengths=(256, 256), heads=(1, 1), gradients=ALL, dlse=True),
+    **{
+        f"many_additions{ending}": row(
             f"many additions into one address of a {dtype} table are summed in a wider type",
-            heads=1,
-            kv_heads=1,
-            q_length=256,
-            kv_length=256,
             score_mod=score_mod,
-            gradients=ALL,
-            dlse=True,
         )
         for ending, dtype, score_mod in (
             ("", "bf16", "bf16_collide"),
             ("_float16", "float16", "f16_collide"),
         )
-    ),
-    # Every subset of the gradients that can be asked for, with each way that gradients arrive.
-    *(
-        AttentionCase(
-            f"gradients/{'_'.join(sorted(wanted))}_{arrives}",
+    },
+)
+# Every subset of the gradients that can be asked for, with each way that gradients arrive.
+CASES.compare(
+    row(heads=(4, 2), score_mod="alibi_learned", mask_mod="causal_bottom_right", aux=LSE),
+    **{
+        f"{'_'.join(sorted(wanted))}_{arrives}": row(
             f"gradients of {', '.join(sorted(wanted))} only, from {arrives}",
-            heads=4,
-            kv_heads=2,
-            q_length=q_length,
-            kv_length=50,
-            score_mod="alibi_learned",
-            mask_mod="causal_bottom_right",
+            (q_length, 50),
             dtype=dtype,
-            aux=frozenset({"lse"}),
             gradients=frozenset(wanted),
             dout=arrives != "dlse",
             dlse=arrives != "dout",
@@ -137,7 +126,7 @@ CASES.compare(
             ("dlse", 70, torch.bfloat16),
             ("both", 70, torch.float32),
         )
-    ),
+    },
 )
 
 

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import ALL, QKV, AttentionCase
+from anyflex.testing.attention_case import ALL, QKV
 from anyflex.testing.case_types import Group, row
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("inputs")
 
 
 def nan_in_dead_keys(tensors: dict[str, Tensor]) -> None:
@@ -83,8 +83,7 @@ def tiny(tensors: dict[str, Tensor]) -> None:
         tensors[name].mul_(factor)
 
 
-CASES.compare_rows(
-    "inputs",
+CASES.compare(
     {"gradients": QKV},
     nan_in_dead_keys=row(
         "NaN in a dead key or value doesn't reach any result",
@@ -173,21 +172,17 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"inputs/{change.__name__}{suffix}",
-            str(change.__doc__),
-            batch=2,
-            heads=4,
-            kv_heads=2,
-            q_length=q_length,
-            kv_length=150,
-            mask_mod="causal_bottom_right",
-            dtype=dtype,
-            values=change,
-            gradients=QKV,
-            dlse=True,
-            quick=False,
+    row(
+        heads=(4, 2),
+        batch=2,
+        mask_mod="causal_bottom_right",
+        gradients=QKV,
+        dlse=True,
+        quick=False,
+    ),
+    **{
+        f"{change.__name__}{suffix}": row(
+            change.__doc__, (q_length, 150), dtype=dtype, values=change
         )
         for change in (huge, tiny, larger_scores_later, larger_scores_earlier)
         for suffix, q_length, dtype in (
@@ -196,22 +191,18 @@ CASES.compare(
             ("_bfloat16", 70, torch.bfloat16),
             ("_float64", 70, torch.float64),
         )
-    ),
-    # Combinations of the acceptance list that have broken implementations.
-    *(
-        AttentionCase(
-            f"inputs/{score_mod}_and_{mask_mod}",
+    },
+)
+# Combinations of the acceptance list that have broken implementations.
+CASES.compare(
+    row(heads=(4, 2), batch=2, gradients=ALL, dlse=True),
+    **{
+        f"{score_mod}_and_{mask_mod}": row(
             f"score mod {score_mod} under mask {mask_mod}",
-            batch=2,
-            heads=4,
-            kv_heads=2,
+            (q_length, kv_length),
             kv_batch=kv_batch,
-            q_length=q_length,
-            kv_length=kv_length,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            gradients=ALL,
-            dlse=True,
             quick=q_length * kv_length < 20000,
         )
         for score_mod, mask_mod, q_length, kv_length, kv_batch in (
@@ -230,5 +221,5 @@ CASES.compare(
             ("rope_like", "hash_mask", 70, 90, None),
             ("scatter_collide", "causal", 400, 400, None),
         )
-    ),
+    },
 )

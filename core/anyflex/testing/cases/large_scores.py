@@ -23,7 +23,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("large_scores")
 LOWEST = torch.finfo(torch.float32).min
 KEYS = 150
 LSE_THAT_TELLS = 2.0**17

@@ -8,46 +8,40 @@ import typing
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import QKV, AttentionCase, Layout
-from anyflex.testing.case_types import Group
+from anyflex.testing.attention_case import QKV, Layout
+from anyflex.testing.case_types import Group, row
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.session import ConformanceFailure, NotApplicable, Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("layouts")
 
 CASES.compare(
-    *(
-        AttentionCase(
-            f"layouts/{layout}{suffix}",
+    {"batch": 2, "mask_mod": "causal", "gradients": QKV},
+    **{
+        f"{layout}{suffix}": row(
             f"query, key, value and arriving gradients that are {layout} in memory",
-            batch=2,
-            heads=2,
-            q_length=q_length,
-            kv_length=kv_length,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            mask_mod="causal",
+            lengths,
+            head_dims=head_dims,
             dtype=dtype,
             layout=layout,
-            gradients=QKV,
             dlse=suffix == "_long",
             quick=dtype is torch.float32,
         )
         for layout in typing.get_args(Layout)
-        for suffix, q_length, kv_length, head_dim, value_head_dim, dtype in (
-            ("", 4, 4, 16, 16, torch.float32),
-            ("_long", 70, 133, 16, 16, torch.float32),
+        for suffix, lengths, head_dims, dtype in (
+            ("", (4, 4), (16, 16), torch.float32),
+            ("_long", (70, 133), (16, 16), torch.float32),
             # Head dims that kernels are written for, with few queries and with many.
-            ("_64_channels", 4, 20, 64, 64, torch.float32),
-            ("_128_channels", 1, 33, 128, 128, torch.float32),
-            ("_128_channels_bfloat16", 70, 133, 128, 128, torch.bfloat16),
-            ("_bfloat16", 70, 133, 16, 24, torch.bfloat16),
-            ("_float16", 1, 133, 16, 16, torch.float16),
-            ("_float64", 20, 33, 16, 24, torch.float64),
+            ("_64_channels", (4, 20), (64, 64), torch.float32),
+            ("_128_channels", (1, 33), (128, 128), torch.float32),
+            ("_128_channels_bfloat16", (70, 133), (128, 128), torch.bfloat16),
+            ("_bfloat16", (70, 133), (16, 24), torch.bfloat16),
+            ("_float16", (1, 133), (16, 16), torch.float16),
+            ("_float64", (20, 33), (16, 24), torch.float64),
         )
-    ),
+    },
 )
 
 _FAR = 2**31

@@ -21,7 +21,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("memory")
 
 _REPEATS = 50
 

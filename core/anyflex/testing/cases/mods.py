@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import ALL, AttentionCase
-from anyflex.testing.case_types import Group, row
+from anyflex.testing.attention_case import ALL
+from anyflex.testing.case_types import Group, Row, row
 from anyflex.testing.mods import SCORE_MODS
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("mods")
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 _JUMPS = frozenset({"rounded", "signed_root", "clamped", "safe_sqrt"})
@@ -34,67 +31,47 @@ def on_a_grid(tensors: dict[str, Tensor]) -> None:
     tensors["key"][..., 0] = 0.015625
 
 
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "": {"q_length": 70, "kv_length": 50, "mask_mod": "window_both"},
-    "/short": {"q_length": 20, "kv_length": 41, "mask_mod": "random_spans"},
-    "/bfloat16": {
-        "q_length": 77,
-        "kv_length": 150,
-        "dtype": BFLOAT16,
-        "mask_mod": "doc_sorted",
-        "form": "partial",
-    },
-    "/float16": {
-        "q_length": 66,
-        "kv_length": 66,
-        "kv_heads": 4,
-        "head_dim": 32,
-        "dtype": FLOAT16,
-        "layout": "heads_last",
-        "form": "object",
-    },
-    "/float64": {
-        "q_length": 65,
-        "kv_length": 40,
-        "dtype": FLOAT64,
-        "mask_mod": "causal",
-        "kv_batch": 1,
-    },
-    "/decode": {
-        "batch": 3,
-        "kv_heads": 1,
-        "q_length": 1,
-        "kv_length": 200,
-        "gradients": frozenset(),
-        "dlse": False,
-    },
-    "/long": {
-        "batch": 1,
-        "q_length": 129,
-        "kv_length": 257,
-        "value_head_dim": 24,
-        "mask_mod": "causal",
-        "block_size": (128, 128),
-    },
+_VARIANTS: dict[str, Row] = {
+    "": row(lengths=(70, 50), mask_mod="window_both"),
+    "/short": row(lengths=(20, 41), mask_mod="random_spans"),
+    "/bfloat16": row(lengths=(77, 150), dtype=BFLOAT16, mask_mod="doc_sorted", form="partial"),
+    "/float16": row(
+        lengths=(66, 66),
+        heads=(4, 4),
+        head_dims=(32, 16),
+        dtype=FLOAT16,
+        layout="heads_last",
+        form="object",
+    ),
+    "/float64": row(lengths=(65, 40), dtype=FLOAT64, mask_mod="causal", kv_batch=1),
+    "/decode": row(lengths=(1, 200), heads=(4, 1), batch=3, gradients=frozenset(), dlse=False),
+    "/long": row(
+        lengths=(129, 257),
+        head_dims=(16, 24),
+        batch=1,
+        mask_mod="causal",
+        block_size=(128, 128),
+    ),
 }
 """Calls with each mod: the end of the case's name -> what is special. The first is quick."""
 
-for _entry, (_ending, _changes) in itertools.product(SCORE_MODS.values(), _VARIANTS.items()):
-    _given: dict[str, Any] = {"batch": 2, "heads": 4, "gradients": ALL, "dlse": True}
-    if _entry.name in _JUMPS:
-        _given |= {"values": on_a_grid, "scale": _GRID_SCALE}
-    CASES.compare(
-        AttentionCase(
-            f"mods/{_entry.name}{_ending}",
-            f"score mod {_entry.number}, {_entry.name}: values and every gradient",
-            score_mod=_entry.name,
-            quick=not _ending,
-            **{**_given, **_changes},
+CASES.compare(
+    {"batch": 2, "heads": 4, "gradients": ALL, "dlse": True},
+    **{
+        f"{mod.name}{ending}": row(
+            f"score mod {mod.number}, {mod.name}: values and every gradient",
+            score_mod=mod.name,
+            values=on_a_grid if mod.name in _JUMPS else None,
+            scale=_GRID_SCALE if mod.name in _JUMPS else None,
+            quick=not ending,
         )
-    )
+        | special
+        for mod in SCORE_MODS.values()
+        for ending, special in _VARIANTS.items()
+    },
+)
 
-CASES.compare_rows(
-    "mods",
+CASES.compare(
     {"gradients": ALL},
     scale=row(
         "scores are multiplied by the scale, once, before the score mod",
@@ -144,41 +121,25 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"mods/{mod}_without_mask",
-            f"score mod {mod} where there is no mask",
-            batch=3,
-            heads=4,
-            kv_heads=2,
-            q_length=70,
-            score_mod=mod,
-            gradients=ALL,
-        )
+    row(lengths=(70, 40), heads=(4, 2), batch=3, gradients=ALL),
+    **{
+        f"{mod}_without_mask": row(f"score mod {mod} where there is no mask", score_mod=mod)
         for mod in ("temperature_batch", "dense_bias")
+    },
+)
+CASES.compare(
+    row(
+        "a mod reads seven tensors of four types, and four of them learn",
+        heads=(4, 2),
+        head_dims=(64, 64),
+        batch=2,
+        score_mod="seven_tables",
+        mask_mod="causal",
+        gradients=ALL,
+        dlse=True,
     ),
-    *(
-        AttentionCase(
-            f"mods/seven_tables{ending}",
-            "a mod reads seven tensors of four types, and four of them learn",
-            batch=2,
-            heads=4,
-            kv_heads=2,
-            q_length=q_length,
-            kv_length=kv_length,
-            head_dim=64,
-            value_head_dim=64,
-            dtype=dtype,
-            score_mod="seven_tables",
-            mask_mod="causal",
-            block_size=block_size,
-            gradients=ALL,
-            dlse=True,
-            quick=quick,
-        )
-        for ending, q_length, kv_length, dtype, block_size, quick in (
-            ("", 33, 70, torch.float32, (16, 16), True),
-            ("_bfloat16", 140, 150, BFLOAT16, (128, 128), False),
-        )
+    seven_tables=row(lengths=(33, 70)),
+    seven_tables_bfloat16=row(
+        lengths=(140, 150), dtype=BFLOAT16, block_size=(128, 128), quick=False
     ),
 )

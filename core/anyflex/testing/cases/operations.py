@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case_types import Group
+from anyflex.testing.attention_case import QKV
+from anyflex.testing.case_types import Group, row
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("operations")
 
 CASES.compare(
-    *(
-        AttentionCase(
-            f"operations/{name.removeprefix('operation_')}",
+    row(lengths=(13, 11), heads=(1, 1), gradients=QKV),
+    **{
+        name.removeprefix("operation_"): row(
             f"values and slope of {name.removeprefix('operation_')} in a score mod",
-            heads=1,
-            kv_heads=1,
-            q_length=13,
-            kv_length=11,
             score_mod=name,
-            gradients=frozenset({"q", "k", "v"}),
         )
         for name in OPERATION_MODS
-    ),
+    },
 )

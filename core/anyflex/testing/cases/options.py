@@ -16,7 +16,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("options")
 
 
 def _refused(session: Session, options: dict[str, object]) -> str:

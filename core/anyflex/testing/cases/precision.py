@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import ALL, QKV, AttentionCase
+from anyflex.testing.attention_case import ALL, QKV
 from anyflex.testing.case_types import Group, row
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("precision")
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -56,8 +56,7 @@ def sixty_four(tensors: dict[str, Tensor]) -> None:
         tensors[name].fill_(64.0)
 
 
-CASES.compare_rows(
-    "precision",
+CASES.compare(
     {"insists": True, "gradients": QKV},
     tanh=row("tanh is right to float32's digits", (16, 16), score_mod="softcap"),
     cosine=row("cos is right to float32's digits", (16, 16), score_mod="rope_like", gradients=ALL),
@@ -99,8 +98,7 @@ CASES.compare_rows(
         quick=False,
     ),
 )
-CASES.compare_rows(
-    "precision",
+CASES.compare(
     {},
     float16_scores=row(
         "scores of float16 inputs are summed in float32",
@@ -166,39 +164,35 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"precision/scores_of_a_mod_{str(dtype).removeprefix('torch.')}",
-            "scores have float32's digits when the score mod gets them, whatever the inputs have",
-            q_length=70,
-            kv_length=90,
-            dtype=dtype,
-            insists=True,
-            score_mod="softcap",
-            mask_mod="causal",
-            scale=0.25,  # a power of two: multiplying query by it rounds nothing
-            values=four_times,
-            rounded_inputs=False,
-        )
-        for dtype in (BFLOAT16, FLOAT16)
+    row(
+        "scores have float32's digits when the score mod gets them, whatever the inputs have",
+        (70, 90),
+        insists=True,
+        score_mod="softcap",
+        mask_mod="causal",
+        scale=0.25,  # a power of two: multiplying query by it rounds nothing
+        values=four_times,
+        rounded_inputs=False,
     ),
-    *(
-        AttentionCase(
-            f"precision/{kv_length}_keys_of_{head_dim}_{str(dtype).removeprefix('torch.')}",
+    scores_of_a_mod_bfloat16=row(dtype=BFLOAT16),
+    scores_of_a_mod_float16=row(dtype=FLOAT16),
+)
+CASES.compare(
+    {
+        "insists": True,
+        "mask_mod": "causal_bottom_right",
+        "gradients": QKV,
+        "dlse": True,
+        "quick": False,
+    },
+    **{
+        f"{kv_length}_keys_of_{head_dim}_{str(dtype).removeprefix('torch.')}": row(
             f"{kv_length} keys of head dim {head_dim} in {dtype}",
-            heads=2,
-            q_length=33,
-            kv_length=kv_length,
-            head_dim=head_dim,
-            value_head_dim=head_dim,
+            (33, kv_length),
+            head_dims=(head_dim, head_dim),
             dtype=dtype,
-            insists=True,
-            mask_mod="causal_bottom_right",
-            gradients=QKV,
-            dlse=True,
-            quick=False,
         )
         for dtype in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
         for kv_length, head_dim in ((64, 256), (1024, 64), (2048, 128))
-    ),
+    },
 )

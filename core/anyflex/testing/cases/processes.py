@@ -24,7 +24,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("processes")
 
 _THREADS = 8
 _ROUNDS = 6
@@ -145,8 +145,7 @@ def fork(session: Session) -> None:
     session.require(failure is None, f"{failure}")
 
 
-CASES.compare_rows(
-    "processes",
+CASES.compare(
     {},
     plain=row(
         "what a fresh process computes",

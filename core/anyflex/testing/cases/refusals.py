@@ -17,7 +17,7 @@ from anyflex.testing.session import NotApplicable, Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("refusals")
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _RESERVED: tuple[dict[str, Any], ...] = (

@@ -6,12 +6,11 @@ output except an lse with a gradient, more than 64 rows outside of decode.
 
 from __future__ import annotations
 
-from anyflex.testing.attention_case import LSE, QKV, AttentionCase
-from anyflex.testing.case_types import Group
+from anyflex.testing.attention_case import ALL, LSE
+from anyflex.testing.case_types import Group, Row, row
 
 __all__ = ["CASES"]
 
-CASES = Group()
 NOTHING: frozenset[str] = frozenset()
 
 CALLS: dict[str, tuple[int, int, str | None, str | None]] = {
@@ -44,52 +43,44 @@ DECODED: dict[str, tuple[int, int, int, str | None, str | None]] = {
 }
 """heads, kv_heads, kv_length, score mod and mask mod."""
 
-for _name, (_q_length, _kv_length, _score_mod, _mask_mod) in CALLS.items():
-    CASES.compare(
-        AttentionCase(
-            f"forward/{_name}",
-            f"forward of {_q_length} queries and {_kv_length} keys, {_name}",
-            batch=2,
-            q_length=_q_length,
-            kv_length=_kv_length,
-            score_mod=_score_mod,
-            mask_mod=_mask_mod,
-            block_size=(128, 128) if _q_length > 128 else (16, 16),
-            aux=NOTHING,
-            required=frozenset({"forward"}),
-        ),
-        *(
-            AttentionCase(
-                f"backward/{_name}{'_and_lse' if dlse else ''}",
-                f"gradients of {_q_length} queries and {_kv_length} keys, {_name}",
-                batch=2,
-                q_length=_q_length,
-                kv_length=_kv_length,
-                score_mod=_score_mod,
-                mask_mod=_mask_mod,
-                block_size=(128, 128) if _q_length > 128 else (16, 16),
-                aux=LSE if dlse else NOTHING,
-                gradients=QKV | {"captured"},
-                dlse=dlse,
-                required=frozenset({"backward"}),
-            )
-            for dlse in (False, True)
-        ),
-    )
 
-for _name, (_heads, _kv_heads, _kv_length, _score_mod, _mask_mod) in DECODED.items():
-    CASES.compare(
-        AttentionCase(
-            f"decode/{_name}",
-            f"one query of {_heads} heads, {_kv_length} keys of {_kv_heads}, {_name}",
+def _calls(what: str) -> dict[str, Row]:
+    return {
+        name: row(
+            f"{what} of {q_length} queries and {kv_length} keys, {name}",
+            (q_length, kv_length),
             batch=2,
-            heads=_heads,
-            kv_heads=_kv_heads,
-            q_length=1,
-            kv_length=_kv_length,
-            score_mod=_score_mod,
-            mask_mod=_mask_mod,
-            aux=LSE,
-            required=frozenset({"decode"}),
-        ),
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            block_size=(128, 128) if q_length > 128 else (16, 16),
+        )
+        for name, (q_length, kv_length, score_mod, mask_mod) in CALLS.items()
+    }
+
+
+FORWARD, BACKWARD, DECODE = Group("forward"), Group("backward"), Group("decode")
+FORWARD.compare({"aux": NOTHING, "required": frozenset({"forward"})}, **_calls("forward"))
+for _ending, _dlse in (("", False), ("_and_lse", True)):
+    BACKWARD.compare(
+        {
+            "aux": LSE if _dlse else NOTHING,
+            "gradients": ALL,
+            "dlse": _dlse,
+            "required": frozenset({"backward"}),
+        },
+        **{f"{name}{_ending}": call for name, call in _calls("gradients").items()},
     )
+DECODE.compare(
+    {"batch": 2, "aux": LSE, "required": frozenset({"decode"})},
+    **{
+        name: row(
+            f"one query of {heads} heads, {kv_length} keys of {kv_heads}, {name}",
+            (1, kv_length),
+            heads=(heads, kv_heads),
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+        )
+        for name, (heads, kv_heads, kv_length, score_mod, mask_mod) in DECODED.items()
+    },
+)
+CASES = {**FORWARD, **BACKWARD, **DECODE}

@@ -18,7 +18,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("run_time")
 
 ScoreMod = Callable[..., Any]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import ALL, QKV, AttentionCase, declared_head_dim
+from anyflex.testing.attention_case import ALL, QKV, declared_head_dim
 from anyflex.testing.case_types import Group, row
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import ConformanceFailure, Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("shapes")
 _LARGEST_DIM = 2048
 """Largest head dim that is tried with a backend that declares any."""
 _UNEQUAL_DIMS = ((40, 72), (96, 128), (128, 40), (128, 96), (192, 128))
@@ -31,8 +31,7 @@ def low_scores(tensors: dict[str, Tensor]) -> None:
     tensors["key"].mul_(0.1).sub_(1.5)
 
 
-CASES.compare_rows(
-    "shapes",
+CASES.compare(
     {"gradients": QKV},
     no_batch=row("a batch of 0 gives empty results", batch=0, mask_mod="causal", quick=False),
     many_batches=row(
@@ -69,27 +68,18 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"shapes/length_{length}",
-            f"{length} queries and keys",
-            q_length=length,
-            kv_length=length,
-            mask_mod="causal",
-            gradients=QKV,
-        )
+    {"gradients": QKV},
+    **{
+        f"length_{length}": row(f"{length} queries and keys", (length, length), mask_mod="causal")
         for length in range(1, 41)
-    ),
-    *(
-        AttentionCase(
-            f"shapes/lengths_{q_length}_{kv_length}",
+    },
+    **{
+        f"lengths_{q_length}_{kv_length}": row(
             f"{q_length} queries and {kv_length} keys",
+            (q_length, kv_length),
+            heads=(4, 2),
             batch=2,
-            heads=4,
-            q_length=q_length,
-            kv_length=kv_length,
             mask_mod="causal_bottom_right" if q_length % 2 else None,
-            gradients=QKV,
             dtype=torch.bfloat16 if q_length % 3 == 0 else torch.float32,
             quick=quick,
         )
@@ -99,72 +89,51 @@ CASES.compare(
             (False, [(63, 64), (64, 63), (65, 64), (64, 65), (127, 129), (256, 255), (257, 31)]),
         )
         for q_length, kv_length in lengths
-    ),
-    *(
-        AttentionCase(
-            f"shapes/empty_{q_length}_{kv_length}{'_masked' if mask else ''}",
+    },
+    **{
+        f"empty_{q_length}_{kv_length}{'_masked' if mask else ''}": row(
             f"{q_length} queries and {kv_length} keys: out is empty or 0, lse -inf",
-            q_length=q_length,
-            kv_length=kv_length,
+            (q_length, kv_length),
             mask_mod=mask,
-            gradients=QKV,
             dlse=True,
         )
         for q_length, kv_length in ((0, 5), (5, 0), (0, 0))
         for mask in (None, "causal")
-    ),
-    *(
-        AttentionCase(
-            f"shapes/no_batch_masked_{q_length}",
+    },
+    **{
+        f"no_batch_masked_{q_length}": row(
             f"so does one with a mask for each of its entries, of {q_length} queries",
+            (q_length, 40),
             batch=0,
-            q_length=q_length,
             mask_mod="prefix_batch",
-            gradients=QKV,
         )
         for q_length in (1, 40)
-    ),
+    },
 )
 
 # Grouped heads: sizes that are no power of two, and one KV head for all.
 CASES.compare(
-    *(
-        AttentionCase(
-            f"shapes/gqa_{heads}_{kv_heads}",
+    {"batch": 2, "score_mod": "alibi_learned", "gradients": ALL},
+    **{
+        f"gqa_{heads}_{kv_heads}": row(
             f"{heads} query heads read {kv_heads} key heads, neighbours the same one",
-            batch=2,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_length=q_length,
-            kv_length=kv_length,
-            score_mod="alibi_learned",
-            gradients=ALL,
+            lengths,
+            heads=(heads, kv_heads),
         )
-        for heads, kv_heads, q_length, kv_length in (
-            (4, 2, 2, 2),
-            (4, 1, 66, 30),
-            (6, 2, 4, 4),
-            (5, 1, 70, 20),
-            (14, 2, 9, 33),
+        for heads, kv_heads, lengths in (
+            (4, 2, (2, 2)),
+            (4, 1, (66, 30)),
+            (6, 2, (4, 4)),
+            (5, 1, (70, 20)),
+            (14, 2, (9, 33)),
         )
-    ),
-    *(
-        AttentionCase(
-            f"shapes/{name}",
-            shows,
-            batch=2,
-            kv_batch=1,
-            heads=4,
-            kv_heads=kv_heads,
-            q_length=q_length,
-            kv_length=50,
-            mask_mod=mask,
-            gradients=QKV,
-        )
-        for name, shows, kv_heads, q_length, mask in (
-            ("one_key_batch", "key and value of batch 1 serve every batch", 4, 70, None),
-            ("one_key_batch_gqa", "the same with grouped heads and a mask", 2, 33, "padding"),
-        )
+    },
+)
+CASES.compare(
+    {"batch": 2, "kv_batch": 1, "gradients": QKV},
+    one_key_batch=row("key and value of batch 1 serve every batch", (70, 50), heads=(4, 4)),
+    one_key_batch_gqa=row(
+        "the same with grouped heads and a mask", (33, 50), heads=(4, 2), mask_mod="padding"
     ),
 )
 

@@ -22,7 +22,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("state")
 
 _attention: Callable[..., Any] = anyflex.flex_attention
 _NO_GRADIENTS = "the gradients of query, key and value are not all declared"

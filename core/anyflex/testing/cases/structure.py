@@ -14,7 +14,7 @@ from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
-CASES = Group()
+CASES = Group("structure")
 
 
 def very_low_scores(tensors: dict[str, Tensor]) -> None:
@@ -23,8 +23,7 @@ def very_low_scores(tensors: dict[str, Tensor]) -> None:
     tensors["key"].mul_(0.1).sub_(5.0)
 
 
-CASES.compare_rows(
-    "structure",
+CASES.compare(
     {"gradients": QKV},
     causal_in_one_block=row(
         "the mask function applies inside of a PARTIAL block", (4, 4), mask_mod="causal"
@@ -179,32 +178,23 @@ CASES.compare_rows(
     ),
 )
 CASES.compare(
-    *(
-        AttentionCase(
-            f"structure/blocks_of_{size}",
+    {"mask_mod": "window_both", "score_mod": "alibi_learned", "gradients": ALL},
+    **{
+        f"blocks_of_{size}": row(
             f"blocks of {size} rows and keys, several of them",
-            q_length=300,
-            kv_length=2 * size + 9,
-            mask_mod="window_both",
-            score_mod="alibi_learned",
+            (300, 2 * size + 9),
             block_size=(size, size),
-            gradients=ALL,
         )
         for size in (64, 256)
-    ),
-    *(
-        AttentionCase(
-            f"structure/blocks_of_{q_block}_by_{kv_block}",
+    },
+    **{
+        f"blocks_of_{q_block}_by_{kv_block}": row(
             f"blocks of {q_block} rows by {kv_block} keys: no powers of two",
-            q_length=170,
-            kv_length=220,
-            mask_mod="window_both",
-            score_mod="alibi_learned",
+            (170, 220),
             block_size=(q_block, kv_block),
-            gradients=ALL,
         )
         for q_block, kv_block in ((48, 80), (20, 56))
-    ),
+    },
 )
 
 
@@ -212,15 +202,7 @@ CASES.compare(
 def one_after_another(session: Session) -> None:
     """Each call uses its own mask, also where two have one shape."""
     for name in ("causal", "anti_causal", "causal"):
-        case = AttentionCase(
-            f"structure/{name}",
-            "",
-            q_length=48,
-            kv_length=48,
-            mask_mod=name,
-            gradients=frozenset(),
-        )
-        compare(session, case)
+        compare(session, AttentionCase(name, "", q_length=48, kv_length=48, mask_mod=name))
 
 
 @CASES.behaviour()
@@ -228,12 +210,6 @@ def rebuilt(session: Session) -> None:
     """A mask that was built again from other document ids is another mask."""
     for seed in range(4):
         case = AttentionCase(
-            "structure/doc_sorted",
-            "",
-            q_length=72,
-            kv_length=72,
-            mask_mod="doc_sorted",
-            gradients=frozenset(),
-            seed=seed,
+            "rebuilt", "", q_length=72, kv_length=72, mask_mod="doc_sorted", seed=seed
         )
         compare(session, case)
