@@ -15,8 +15,7 @@ import anyflex
 from anyflex.errors import BackendRefused
 from anyflex.testing.attention_case import LSE, AttentionCase, Drawn, declared_head_dim
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
-from anyflex.testing.mods import Entry, Mod, Sizes
-from anyflex.testing.mods.leaves import Leaf
+from anyflex.testing.mods import Entry, Mod
 from anyflex.testing.session import Session
 
 __all__ = ["compare", "differentiable", "modded", "plain", "with_mod", "with_options"]
@@ -130,24 +129,10 @@ def with_mod(
         leaves: captured tensors on the CPU; those that require a gradient learn.
     """
     number = "S0" if kind == "score" else "M0"
-    entry = Entry(
-        number,
-        getattr(builder, "__name__", "mod"),
-        builder,
-        {name: Leaf(_not_drawn) for name in leaves},
-        None,
-        lambda sizes: numbers,
-        batched=True,
-        headed=True,
-        smooth=True,
-    )
+    entry = Entry(number, "mod", builder, numbers=lambda sizes: numbers)
     return dataclasses.replace(
         drawn, mods={**drawn.mods, kind: Mod(entry, case.sizes, dict(leaves))}
     )
-
-
-def _not_drawn(sizes: Sizes, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    raise AssertionError("the leaves of such a mod are given, not drawn")
 
 
 def with_options(options: Mapping[str, object]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,12 +38,12 @@ class Entry:
     number: str
     name: str
     builder: Builder
-    leaves: Mapping[str, Leaf]
-    views: Callable[..., tuple[Tensor, ...]] | None
-    numbers: Callable[[Sizes], tuple[int | float, ...]]
-    batched: bool
-    headed: bool
-    smooth: bool
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    views: Callable[..., tuple[Tensor, ...]] | None = None
+    numbers: Callable[[Sizes], tuple[int | float, ...]] = lambda sizes: ()
+    batched: bool = False
+    headed: bool = False
+    smooth: bool = True
 
     @property
     def learns(self) -> bool:
@@ -124,23 +124,19 @@ def _run_mask(builder: Builder, values: tuple[Any, ...], b: Any, h: Any, q: Any,
     return builder(*values)(b, h, q, k)
 
 
-class _ScoreObject:
-    """A score mod that keeps its captured tensors as an object's attributes."""
+@dataclass(eq=False)
+class _Object:
+    """A mod that keeps its captured tensors as an object's attributes."""
 
-    def __init__(self, builder: Builder, values: tuple[Any, ...]) -> None:
-        self.builder = builder
-        self.values = values
+    builder: Builder
+    values: tuple[Any, ...]
 
+
+class _ScoreObject(_Object):
     def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return self.builder(*self.values)(s, b, h, q, k)
 
 
-class _MaskObject:
-    """A mask mod that keeps its captured tensors as an object's attributes."""
-
-    def __init__(self, builder: Builder, values: tuple[Any, ...]) -> None:
-        self.builder = builder
-        self.values = values
-
+class _MaskObject(_Object):
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         return self.builder(*self.values)(b, h, q, k)

@@ -38,17 +38,8 @@ OPERATION_MODS: dict[str, Entry] = {}
 
 def _enter(samples: Mapping[str, Sample], builder: Callable[[Sample], Callable[..., Any]]) -> None:
     for name, sample in samples.items():
-        OPERATION_MODS[f"operation_{name}"] = Entry(
-            "S+",
-            f"operation_{name}",
-            functools.partial(builder, sample),
-            {},
-            None,
-            lambda sizes: (),
-            batched=False,
-            headed=False,
-            smooth=True,
-        )
+        name = f"operation_{name}"
+        OPERATION_MODS[name] = Entry("S+", name, functools.partial(builder, sample))
 
 
 def _alone(sample: Sample) -> Callable[..., Any]:
