@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyflex.bench.usage_errors import WrongUsage
 from anyflex.cli.exit_codes import ExitCode
-from anyflex.cli.explain import DTYPES, shape
+from anyflex.cli.explain import DTYPES, kernel_option, shape
 from anyflex.cli.file_argument import check_different, write_text
-from anyflex.cli.kernel_option import kernel_option
 from anyflex.process.progress_line import ProgressLine
 
 if TYPE_CHECKING:

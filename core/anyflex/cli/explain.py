@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import warnings
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from anyflex.bench.usage_errors import WrongUsage
 from anyflex.cli.exit_codes import ExitCode
-from anyflex.cli.kernel_option import kernel_option
 from anyflex.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "add_parser", "run", "shape"]
+__all__ = ["DTYPES", "add_parser", "kernel_option", "run", "shape"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """Short names of types."""
@@ -101,6 +101,17 @@ _WIDEST = 8
 """Maximum bytes of an element."""
 
 
+def kernel_option(text: str) -> tuple[str, object]:
+    """Parse KEY=VALUE for argparse: the value is a Python literal, or else the text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, got {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
 def run(args: argparse.Namespace) -> int:
     """Explain one call."""
     import anyflex
@@ -127,13 +138,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _arguments_from_file(args: argparse.Namespace) -> dict[str, Any]:
-    from anyflex.cli.user_function import arguments_from
+    from anyflex.cli.user_function import call_function, checked_arguments
 
     made = ("q", "kv", "dtype", "device", "mask", "mod", "backward")
     given = [f"--{name}" for name in made if getattr(args, name) not in (None, False)]
     if given:
         raise WrongUsage(f"{', '.join(given)}: the function in {args.target} says this already")
-    arguments = arguments_from(args.target)
+    arguments = checked_arguments(args.target, call_function(args.target))
     if args.backend is not None:
         arguments["backend"] = args.backend
     options = arguments.get("kernel_options") or {}

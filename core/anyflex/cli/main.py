@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import anyflex
 from anyflex.cli import bench, cache, conformance, demo, doctor, explain, new_plugin, warm
 from anyflex.cli.exit_codes import ExitCode, code_of, exit_code_table
 from anyflex.errors import AnyflexError
@@ -122,7 +123,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"exit status:\n{exit_code_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"anyflex {anyflex.__version__}",
+        help="print the version and exit",
+    )
     parser.set_defaults(run=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
@@ -131,16 +137,3 @@ def _parser() -> argparse.ArgumentParser:
         for name in set(subparsers.choices) - before:
             subparsers.choices[name].set_defaults(run=command.run)
     return parser
-
-
-class _Version(argparse.Action):
-    """``--version``, which looks the version up only when it is asked for."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        import anyflex
-
-        print(f"anyflex {anyflex.__version__}")
-        parser.exit()

@@ -14,17 +14,7 @@ import anyflex
 from anyflex.bench.usage_errors import WrongUsage
 from anyflex.cli.exit_codes import UserFileFailed
 
-__all__ = ["arguments_from", "call_function", "checked_arguments"]
-
-
-def arguments_from(target: str) -> dict[str, Any]:
-    """Import FILE, call ``function()`` and return what it returns: the arguments of
-    `anyflex.flex_attention` by their names.
-
-    Raises:
-        WrongUsage, UserFileFailed: as `call_function` and `checked_arguments`.
-    """
-    return checked_arguments(target, call_function(target))
+__all__ = ["call_function", "checked_arguments", "failed"]
 
 
 def call_function(target: str) -> Any:
