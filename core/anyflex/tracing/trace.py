@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -143,24 +143,16 @@ def trace_mod(
         BlockMaskError: a mask function whose result is not a bool scalar.
         Whatever `function` itself raises.
     """
-    if torch.compiler.is_dynamo_compiling() or not in_custom_function():
-        return _traced(function, kind, score_dtype, device)
-    with outside_of_functions():
-        return _traced(function, kind, score_dtype, device)
-
-
-def _traced(
-    function: Callable[..., Any],
-    kind: Literal["score", "mask"],
-    score_dtype: torch.dtype,
-    device: torch.device | None,
-) -> TracedMod:
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and in_custom_function():
+        with outside_of_functions():
+            return trace_mod(function, kind, score_dtype, device)
     tracer = Tracer(
         DTYPE_NAMES[torch.get_default_dtype()],
         device if device is not None else torch.device("cpu"),
     )
     check_signature(function, kind)
-    if torch.compiler.is_dynamo_compiling():
+    if compiling:
         register_symbols(TraceMode)
     else:
         tracer.name_of = lambda tensor: captured_name(function, tensor)
@@ -172,12 +164,8 @@ def _traced(
         tracer.records_gradients = torch.is_grad_enabled()
         score = tracer.add("input", DTYPE_NAMES[score_dtype], "-", "score")
         symbols = [score, *symbols]
-    if torch.compiler.is_dynamo_compiling():
-        with TraceMode(tracer):
-            result = function(*symbols)
-    else:
-        with TraceMode(tracer):
-            result = call_mod(function, symbols)
+    with TraceMode(tracer):
+        result = function(*symbols) if compiling else call_mod(function, symbols)
     if tracer.refused is not None:
         raise tracer.refused
     if kind == "score":
@@ -189,7 +177,7 @@ def _traced(
         tracer.captured,
         tracer.ints,
         tracer.floats,
-        [""] * len(tracer.captured),
+        ["" if compiling else captured_name(function, tensor) for tensor in tracer.captured],
         tracer.read_facts,
     )
 
@@ -197,8 +185,14 @@ def _traced(
 def _score_result(tracer: Tracer, result: Any, kind: str) -> Symbol:
     if result is None:
         refuse("a score mod that returns None", "return", "Did you forget `return`?")
-    if isinstance(result, PartialRead) or (isinstance(result, Tensor) and result.dim() > 0):
-        _not_scalar(result)
+    if isinstance(result, PartialRead):
+        result.refuse_use()
+    if isinstance(result, Tensor) and result.dim() > 0:
+        refuse(
+            f"a score mod that returns a tensor of shape {list(result.shape)}",
+            "return",
+            "It returns one scalar: index every dimension of the captured tensor.",
+        )
     if not isinstance(result, (Symbol, Tensor, *NUMBERS)):
         refuse(
             f"a score mod that returns a {type(result).__name__}",
@@ -237,16 +231,6 @@ def _mask_result(tracer: Tracer, result: Any) -> Symbol:
             f"mask_mod returned dtype {output.dtype}; it must return bool. Use `!= 0`.",
         )
     return output
-
-
-def _not_scalar(result: Any) -> NoReturn:
-    if isinstance(result, PartialRead):
-        result.refuse_use()
-    refuse(
-        f"a score mod that returns a tensor of shape {list(result.shape)}",
-        "return",
-        "It returns one scalar: index every dimension of the captured tensor.",
-    )
 
 
 def mod_kind(function: Any, argument: str = "mod") -> Literal["score", "mask"]:

@@ -9,6 +9,7 @@ makes the mod uncacheable: it is then traced at each call. No stale number, ever
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -27,7 +28,7 @@ from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.symbol import Symbol
 from anyflex.tracing.torch_functions import SPELLINGS
-from anyflex.tracing.trace import TracedMod, captured_name, trace_mod
+from anyflex.tracing.trace import TracedMod, trace_mod
 
 __all__ = ["traced"]
 
@@ -204,20 +205,9 @@ class _Reader:
             raise _Uncacheable
 
 
-class _Entry:
-    """A trace without its tensors: they are found anew at each call."""
-
-    __slots__ = ("floats", "ints", "names", "positions", "text")
-
-    def __init__(self, trace: TracedMod, positions: list[int]) -> None:
-        self.text = trace.text
-        self.ints = trace.ints
-        self.floats = trace.floats
-        self.names = trace.names
-        self.positions = positions
-
-
-_entries: dict[tuple[Any, ...], _Entry] = {}
+_entries: dict[tuple[Any, ...], tuple[TracedMod, list[int]]] = {}
+"""Key -> a trace without its tensors, and where these are among those that the reader finds anew
+at each call."""
 _lock = threading.Lock()
 free_in_child(sys.modules[__name__])
 
@@ -236,7 +226,7 @@ def traced(
         else:
             reader.value(function)
     except (_Uncacheable, RecursionError):  # the reader follows functions into each other
-        trace = _with_names(trace_mod(function, kind, score_dtype, device), function)
+        trace = trace_mod(function, kind, score_dtype, device)
         # Here a call runs on values: nobody is left to hand over a symbolic number to.
         trace.ints = [int(number) for number in trace.ints]
         trace.floats = [float(number) for number in trace.floats]
@@ -249,9 +239,10 @@ def traced(
     entry = _entries.get(key)
     tensors = reader.tensors
     if entry is not None:
-        captured = list(map(tensors.__getitem__, entry.positions))
-        return TracedMod(entry.text, captured, entry.ints, entry.floats, entry.names)
-    trace = _with_names(trace_mod(function, kind, score_dtype, device), function)
+        kept, positions = entry
+        captured = list(map(tensors.__getitem__, positions))
+        return TracedMod(kept.text, captured, kept.ints, kept.floats, kept.names)
+    trace = trace_mod(function, kind, score_dtype, device)
     positions = []
     for tensor in trace.captured:
         position = next((i for i, known in enumerate(tensors) if known is tensor), None)
@@ -262,10 +253,5 @@ def traced(
         with _lock:
             if len(_entries) >= CACHE_SIZE:
                 del _entries[next(iter(_entries))]
-            _entries[key] = _Entry(trace, positions)
-    return trace
-
-
-def _with_names(trace: TracedMod, function: Any) -> TracedMod:
-    trace.names = [captured_name(function, tensor) for tensor in trace.captured]
+            _entries[key] = (dataclasses.replace(trace, captured=[]), positions)
     return trace
