@@ -8,10 +8,11 @@ Formulas are those of torch's documentation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from anyflex.mod_graph.torch_derivatives import fmax_halves_at_ties
-from anyflex.tracing.arithmetic import sharing
+from anyflex.tracing.arithmetic import is_infinite, sharing
 from anyflex.tracing.symbol import CATEGORY, FLOAT, Spellings, Symbol
 from anyflex.tracing.trace_errors import refuse
 from anyflex.tracing.tracer import Tracer
@@ -203,29 +204,26 @@ def reciprocal(t: Tracer, x: Any) -> Symbol:
     return _const(t, x, 1.0) / x
 
 
-@SPELLED.named("fmax")
-def fmax(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _number_wins(t, x, y, "ge", "or")
+def number_wins(comparison: str, on_bools: str) -> Callable[..., Symbol]:
+    def spelled(t: Tracer, x: Any, y: Any) -> Symbol:
+        x, y = t.symbol(x), t.symbol(y)
+        kind = t.common_kind(x, y)
+        x, y = t.as_kind(x, kind), t.as_kind(y, kind)
+        if kind == "bool":
+            return t.binary(on_bools, x, y, kind)
+        chosen = t.binary(comparison, x, y, kind, "bool")
+        if CATEGORY[kind] != FLOAT:
+            return t.where(chosen, x, y)
+        result = t.where(t.binary("or", chosen, y != y, "bool"), x, y)
+        if fmax_halves_at_ties:
+            result = t.where(x == y, sharing(t, "maximum", x, y), result)
+        return result
+
+    return spelled
 
 
-@SPELLED.named("fmin")
-def fmin(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _number_wins(t, x, y, "le", "and")
-
-
-def _number_wins(t: Tracer, x: Any, y: Any, comparison: str, on_bools: str) -> Symbol:
-    x, y = t.symbol(x), t.symbol(y)
-    kind = t.common_kind(x, y)
-    x, y = t.as_kind(x, kind), t.as_kind(y, kind)
-    if kind == "bool":
-        return t.binary(on_bools, x, y, kind)
-    chosen = t.binary(comparison, x, y, kind, "bool")
-    if CATEGORY[kind] != FLOAT:
-        return t.where(chosen, x, y)
-    result = t.where(t.binary("or", chosen, y != y, "bool"), x, y)
-    if fmax_halves_at_ties:
-        result = t.where(x == y, sharing(t, "maximum", x, y), result)
-    return result
+SPELLED["fmax"] = number_wins("ge", "or")
+SPELLED["fmin"] = number_wins("le", "and")
 
 
 @SPELLED.named("nan_to_num")
@@ -289,30 +287,23 @@ def fraction(t: Tracer, x: Any) -> Symbol:
     return x - t.unary("trunc", x)
 
 
-@SPELLED.named("logaddexp")
-def log_add_exp(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _log_add(t, x, y, "exp", 1.0)
+def log_add(power: str, per_log: float) -> Callable[..., Symbol]:
+    def spelled(t: Tracer, x: Any, y: Any) -> Symbol:
+        x, y = _floats(t, x, y)
+        high = t.where(x >= y, x, y)
+        low = t.where(x >= y, y, x)
+        equal_infinities = t.binary("and", x == y, is_infinite(t, x), "bool")
+        zero = _const(t, x, 0.0)
+        gap = t.where(equal_infinities, zero, low - high)
+        rest = t.floating("log1p", t.floating(power, gap)) * _const(t, x, per_log)
+        total = t.where(equal_infinities, x, high + rest)
+        return t.where(t.binary("or", x != x, y != y, "bool"), x + y, total)
+
+    return spelled
 
 
-@SPELLED.named("logaddexp2")
-def log_add_exp2(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _log_add(t, x, y, "exp2", 1.0 / math.log(2.0))
-
-
-def _log_add(t: Tracer, x: Any, y: Any, power: str, per_log: float) -> Symbol:
-    x, y = _floats(t, x, y)
-    high = t.where(x >= y, x, y)
-    low = t.where(x >= y, y, x)
-    equal_infinities = t.binary("and", x == y, is_infinite(t, x), "bool")
-    zero = _const(t, x, 0.0)
-    gap = t.where(equal_infinities, zero, low - high)
-    rest = t.floating("log1p", t.floating(power, gap)) * _const(t, x, per_log)
-    total = t.where(equal_infinities, x, high + rest)
-    return t.where(t.binary("or", x != x, y != y, "bool"), x + y, total)
-
-
-def is_infinite(t: Tracer, x: Any) -> Symbol:
-    return t.binary("eq", t.unary("abs", x), _const(t, x, math.inf), x.kind, "bool")
+SPELLED["logaddexp"] = log_add("exp", 1.0)
+SPELLED["logaddexp2"] = log_add("exp2", 1.0 / math.log(2.0))
 
 
 @SPELLED.named("xlogy")
@@ -361,16 +352,16 @@ def sinc(t: Tracer, x: Any) -> Symbol:
     return t.where(at_zero, one, t.floating("sin", angle) / angle)
 
 
-@SPELLED.named("deg2rad")
-def degrees_to_radians(t: Tracer, x: Any) -> Symbol:
-    x = _float(t, x)
-    return x * _const(t, x, math.pi / 180.0)
+def converted(factor: float) -> Callable[..., Symbol]:
+    def spelled(t: Tracer, x: Any) -> Symbol:
+        x = _float(t, x)
+        return x * _const(t, x, factor)
+
+    return spelled
 
 
-@SPELLED.named("rad2deg")
-def radians_to_degrees(t: Tracer, x: Any) -> Symbol:
-    x = _float(t, x)
-    return x * _const(t, x, 180.0 / math.pi)
+SPELLED["deg2rad"] = converted(math.pi / 180.0)
+SPELLED["rad2deg"] = converted(180.0 / math.pi)
 
 
 @SPELLED.named("logit")

@@ -17,7 +17,7 @@ from anyflex.tracing.symbol import CATEGORY, FLOAT, INT, Spellings, Symbol
 from anyflex.tracing.trace_errors import refuse
 from anyflex.tracing.tracer import Tracer
 
-__all__ = ["OWN", "SPELLED", "sharing", "spelled_by", "where_method"]
+__all__ = ["OWN", "SPELLED", "is_infinite", "sharing", "spelled_by", "where_method"]
 
 COMPARE_FIRST = "Compare first: `&`, `|`, `^` join conditions, and `~` negates one."
 
@@ -104,7 +104,7 @@ def floating_kind(t: Tracer, x: Any, y: Any) -> str:
 @OWN.named("truediv")
 def divide(t: Tracer, x: Any, y: Any, *, rounding_mode: str | None = None) -> Symbol:
     if rounding_mode == "floor":
-        return floor_divide(t, x, y)
+        return OWN["floordiv"](t, x, y)
     x, y = t.operand(x), t.operand(y)
     if rounding_mode == "trunc":
         kind = integer_kind(t, x, y, "torch.div(rounding_mode='trunc')")
@@ -135,22 +135,16 @@ def integer_kind(t: Tracer, x: Any, y: Any, operation: str) -> str:
     return kind
 
 
-@OWN.named("floordiv")
-def floor_divide(t: Tracer, x: Any, y: Any) -> Symbol:
-    x, y = t.operand(x), t.operand(y)
-    return t.binary("floordiv", x, y, integer_kind(t, x, y, "//"))
+def integer_division(operation: str, named: str) -> Callable[..., Symbol]:
+    def spelled(t: Tracer, x: Any, y: Any) -> Symbol:
+        x, y = t.operand(x), t.operand(y)
+        return t.binary(operation, x, y, integer_kind(t, x, y, named))
+
+    return spelled
 
 
-@OWN.named("mod")
-def remainder(t: Tracer, x: Any, y: Any) -> Symbol:
-    x, y = t.operand(x), t.operand(y)
-    return t.binary("mod", x, y, integer_kind(t, x, y, "%"))
-
-
-@OWN.named("fmod")
-def fmod(t: Tracer, x: Any, y: Any) -> Symbol:
-    x, y = t.operand(x), t.operand(y)
-    return t.binary("fmod", x, y, integer_kind(t, x, y, "torch.fmod"))
+for _operation, _named in (("floordiv", "//"), ("mod", "%"), ("fmod", "torch.fmod")):
+    OWN[_operation] = integer_division(_operation, _named)
 
 
 @OWN.named("pow")
@@ -178,11 +172,6 @@ def negative(t: Tracer, x: Any) -> Symbol:
     if x.kind == "bool":
         refuse("minus on a bool", "-", "Use `~`.")
     return t.unary("neg", x)
-
-
-@SPELLED.named("positive")
-def positive(t: Tracer, x: Any) -> Symbol:
-    return t.symbol(x)
 
 
 @OWN.named("abs")
@@ -396,7 +385,7 @@ def is_nan(t: Tracer, x: Any) -> Symbol:
     return t.binary("ne", x, x, x.kind, "bool")
 
 
-def is_infinite(bound: float, sided: bool) -> Callable[..., Symbol]:
+def equals_infinity(bound: float, sided: bool) -> Callable[..., Symbol]:
     def spelled(t: Tracer, x: Any) -> Symbol:
         x = t.symbol(x)
         if CATEGORY[x.kind] != FLOAT:
@@ -407,9 +396,9 @@ def is_infinite(bound: float, sided: bool) -> Callable[..., Symbol]:
     return spelled
 
 
-SPELLED["isinf"] = is_infinite(math.inf, sided=False)
-SPELLED["isposinf"] = is_infinite(math.inf, sided=True)
-SPELLED["isneginf"] = is_infinite(-math.inf, sided=True)
+is_infinite = SPELLED["isinf"] = equals_infinity(math.inf, sided=False)
+SPELLED["isposinf"] = equals_infinity(math.inf, sided=True)
+SPELLED["isneginf"] = equals_infinity(-math.inf, sided=True)
 
 
 @SPELLED.named("isfinite")

@@ -36,7 +36,7 @@ def kind_named(dtype: Any) -> str:
     return kind
 
 
-@SPELLED.named("to")
+@SPELLED.named("to", "type_as")
 def to(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Symbol:
     x = t.symbol(x)
     for target in [*args, *kwargs.values()]:
@@ -54,12 +54,7 @@ def type_of(t: Tracer, x: Any, dtype: Any = None) -> Symbol:
     return t.as_kind(t.symbol(x), kind_named(dtype))
 
 
-@SPELLED.named("type_as")
-def type_as(t: Tracer, x: Any, other: Any) -> Symbol:
-    return to(t, x, other)
-
-
-@SPELLED.named("clone", "contiguous")
+@SPELLED.named("clone", "contiguous", "positive")
 def same(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Symbol:
     return t.symbol(x)
 
@@ -138,6 +133,9 @@ SPELLED.update(
     long=cast_to(torch.int64),
     short=cast_to(torch.int16),
     bool=cast_to(torch.bool),
+    is_floating_point=lambda t, x: CATEGORY[t.symbol(x).kind] == FLOAT,
+    is_complex=lambda t, x: False,
+    numel=lambda t, x: 1,
 )
 
 FACTORIES: dict[Any, Callable[..., Any]] = {
@@ -148,21 +146,6 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
     torch.ones: factory(1),
 }
 """Functions that make a scalar constant; they answer NotImplemented for anything else."""
-
-
-@SPELLED.named("is_floating_point")
-def is_floating(t: Tracer, x: Any) -> bool:
-    return CATEGORY[t.symbol(x).kind] == FLOAT
-
-
-@SPELLED.named("is_complex")
-def never(t: Tracer, x: Any) -> bool:
-    return False
-
-
-@SPELLED.named("numel")
-def elements(t: Tracer, x: Any) -> int:
-    return 1
 
 
 @SPELLED.named("new_tensor")

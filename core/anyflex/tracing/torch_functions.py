@@ -35,7 +35,7 @@ _METHODS = {
     for operation, record in RECORDS.items()
     if record.operator
 }
-_METHODS["pos"] = arithmetic.SPELLED["positive"]
+_METHODS["pos"] = conversions.SPELLED["positive"]
 """Python's name of an operator -> its spelling."""
 
 OPERATORS = [
