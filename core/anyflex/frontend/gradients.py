@@ -124,7 +124,6 @@ def flex_attention_backward(
             dq, dk, dv, gradients = launch_backward(
                 plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
             )
-        assert dq is not None and dk is not None and dv is not None
         found = [dq, dk, dv, *gradients]
     dq, dk, dv, *gradients = found
     assert dq is not None and dk is not None and dv is not None

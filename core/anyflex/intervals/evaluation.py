@@ -86,16 +86,11 @@ class GraphFacts:
             self._approximate.append(operands or RECORDS[node.operation].approximate)
         self.forms: list[AffineForm | None] = [None] * len(self.nodes)
         self.ranges: list[Range | None] = [None] * len(self.nodes)
+        """Range of each integer node over the whole domain, as Python ints; None if it is unknown,
+        or if the node may wrap."""
         self._differences: dict[tuple[int, int], AffineForm] = {}
         self._fixed: dict[int, Evaluator] = {}
         self._captured = list(captured)
-
-    def range(self, position: int) -> Range | None:
-        """Return the range of an integer node over the whole domain, as Python ints.
-
-        None if it is unknown, or if the node may wrap.
-        """
-        return self.ranges[position]
 
     def unknown(self, position: int) -> bool:
         """Whether nothing is known of an integer node."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anyflex.intervals.bounds import Range, tensor_of
 from anyflex.intervals.evaluation import Evaluation
-from anyflex.intervals.integers import where
+from anyflex.intervals.integers import ranged, where
 from anyflex.mod_graph.dtypes import type_class
 from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.operations import RECORDS
@@ -42,13 +42,8 @@ def _by_bounds(bounds: Bounds, *, infinite: bool = False) -> Rule:
             such ranges inf - inf and 0 * inf may occur.
     """
 
-    def rule(evaluation: Evaluation, node: Node) -> Range | None:
-        ends: list[Tensor] = []
-        for argument in node.arguments:
-            found = evaluation.range(argument)
-            if found is None:
-                return None
-            ends += [tensor_of(found.low), tensor_of(found.high)]
+    def rule(evaluation: Evaluation, node: Node, operands: list[Range]) -> Range | None:
+        ends = [tensor_of(end) for range_ in operands for end in range_[:2]]
         result = bounds(*ends)
         if result is None:
             return None
@@ -58,7 +53,7 @@ def _by_bounds(bounds: Bounds, *, infinite: bool = False) -> Rule:
         finite = functools.reduce(torch.logical_and, map(torch.isfinite, ends))
         return nan_where(~finite, low, high)
 
-    return rule
+    return ranged(rule)
 
 
 def _pow(evaluation: Evaluation, node: Node) -> Range | None:

@@ -20,15 +20,15 @@ from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.operations import RECORDS
 from anyflex.mod_graph.operations.bounds import Bounds, choose, corners, greater, lesser
 
-__all__ = ["INTEGER_RULES", "where"]
+__all__ = ["INTEGER_RULES", "ranged", "where"]
 
 Rule = Callable[[Evaluation, Node], Range | None]
 
 
-def _ranged(rule: Callable[[Evaluation, Node, list[Range]], Range | None]) -> Rule:
+def ranged(rule: Callable[[Evaluation, Node, list[Range]], Range | None]) -> Rule:
     """Make a rule from a function of the operands' ranges, which must all be known."""
 
-    def ranged(evaluation: Evaluation, node: Node) -> Range | None:
+    def by_node(evaluation: Evaluation, node: Node) -> Range | None:
         operands = []
         for argument in node.arguments:
             found = evaluation.range(argument)
@@ -37,7 +37,7 @@ def _ranged(rule: Callable[[Evaluation, Node, list[Range]], Range | None]) -> Ru
             operands.append(found)
         return rule(evaluation, node, operands)
 
-    return ranged
+    return by_node
 
 
 def _is_point(range_: Range) -> Flag:
@@ -58,7 +58,7 @@ def _by_bounds(bounds: Bounds, keeps_steps: int) -> Rule:
         attained = both(free, *(range_.attained for range_ in stepping), *map(_is_point, others))
         return Range(*found, attained)
 
-    return _ranged(rule)
+    return ranged(rule)
 
 
 def _floordiv(evaluation: Evaluation, node: Node, operands: list[Range]) -> Range | None:
@@ -155,9 +155,9 @@ INTEGER_RULES: dict[str, Rule] = {
         for name, record in RECORDS.items()
         if (bounds := record.integer_bounds or record.bounds) and "int" in record.types
     },
-    "floordiv": _ranged(_floordiv),
+    "floordiv": ranged(_floordiv),
     "mod": _mod,
-    "pow": _ranged(_pow),
+    "pow": ranged(_pow),
     "cast": _cast,
     "where": where,
 }

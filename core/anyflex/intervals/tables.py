@@ -22,7 +22,6 @@ __all__ = [
     "SegmentTable",
     "SortedTable",
     "is_ascending",
-    "row_table",
     "segment_heads",
     "spread_segments",
 ]
@@ -172,14 +171,6 @@ class GridTable:
         return smallest, largest
 
 
-def row_table(values: Tensor) -> RowTable:
-    """Return a table of values [R, N], N not 0."""
-    if is_ascending(values):
-        return SortedTable(values)
-    heads = segment_heads(values)
-    return SegmentTable(heads, values.reshape(-1)[heads], values.shape)
-
-
 def is_ascending(values: Tensor) -> bool:
     """Tell whether no row of [R, N] decreases; NaN counts as a decrease."""
     # Most rows that don't ascend show it soon.
@@ -275,9 +266,12 @@ class CapturedTables:
         key = (position, moving)
         if key not in self._rows:
             tensor = self.captured[position]
-            self._rows[key] = row_table(
-                tensor.movedim(moving, -1).reshape(-1, tensor.shape[moving])
-            )
+            values = tensor.movedim(moving, -1).reshape(-1, tensor.shape[moving])
+            if is_ascending(values):
+                self._rows[key] = SortedTable(values)
+            else:
+                heads = segment_heads(values)
+                self._rows[key] = SegmentTable(heads, values.reshape(-1)[heads], values.shape)
         return self._rows[key]
 
     def grid(self, position: int, moving: tuple[int, int]) -> GridTable | None:
