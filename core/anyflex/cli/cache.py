@@ -133,7 +133,7 @@ def _save(arguments: argparse.Namespace) -> Report:
 
 def _load(arguments: argparse.Namespace) -> Report:
     store = disk_cache.store()
-    loaded = cache_archive.load(store, arguments.file)
+    loaded = cache_archive.load_artifacts(arguments.file)
     if loaded.skipped and not loaded.artifacts:
         raise ArgumentError(
             f"{arguments.file} has nothing for this environment: {'; '.join(loaded.reasons)}"

@@ -23,14 +23,12 @@ from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.runtime import artifact_origin
 from anyflex.runtime.disk_cache import FOLDER, ORIGIN, Store, damage, store, unseal
 
-__all__ = ["Loaded", "load", "load_artifacts", "restore", "save", "save_artifacts"]
+__all__ = ["Loaded", "load_artifacts", "restore", "save", "save_artifacts"]
 
 _MEMBER = re.compile(
     r"([A-Za-z0-9_+-][A-Za-z0-9._+-]{0,199})/([0-9a-f]{64})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})"
 )
 _COMMENT = f"anyflex cache {FOLDER}".encode()
-LARGEST_MEMBER = 2**30
-"""Maximum bytes of a member: a larger one isn't an artifact but an attempt to fill memory."""
 _UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error
 )  # fmt: skip
@@ -94,15 +92,53 @@ def load_artifacts(source: str | os.PathLike[str] | bytes) -> Loaded:
 
     Raises:
         ArgumentTypeError: `source` is neither.
-        ArgumentError: it is no archive of this layout, or damaged, or the cache folder can't be
-            written.
+        ArgumentError: the file is missing, is no archive of this layout, or a member is damaged or
+            would leave the cache folder; or the cache folder can't be written.
     """
     if not isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
         raise ArgumentTypeError(
             "load_artifacts takes a path or the bytes of save_artifacts, got "
             f"{type(source).__name__}"
         )
-    return load(store(), source)
+    cache = store()
+    if isinstance(source, (str, os.PathLike)):
+        path: object = os.fspath(source)
+        stream: str | IO[bytes] = os.fspath(source)
+    else:
+        path, stream = f"of {len(source)} bytes", io.BytesIO(source)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            if archive.comment != _COMMENT:
+                raise ArgumentError(
+                    f"the archive {path} is no anyflex cache archive of layout {FOLDER!r}; make "
+                    "it with `anyflex cache save` of this version"
+                )
+            _check_usable(cache)
+            # Read twice, one at a time: all are checked before the first is stored, and an archive
+            # may be larger than memory.
+            members = archive.infolist()
+            refused = {
+                (build, key): reason
+                for build, key, name, data in (_read(archive, each, path) for each in members)
+                if name == ORIGIN and (reason := artifact_origin.mismatch(data)) is not None
+            }
+            skipped: Counter[str] = Counter()
+            for member in members:
+                build, key, name, data = _read(archive, member, path)
+                if (build, key) in refused:
+                    skipped[refused[build, key]] += 1
+                else:
+                    cache.put(build, key, name, data, used=False)
+    except ArgumentError:
+        raise
+    except _UNREADABLE as error:
+        raise ArgumentError(f"the archive {path} can't be read: {error}") from error
+    if cache.problem is not None:
+        raise ArgumentError(f"the cache {cache.folder} can't be written: {cache.problem}")
+    reasons = tuple(f"{count} artifacts {reason}" for reason, count in sorted(skipped.items()))
+    for reason in reasons:
+        _log.warning("the archive %s: not loaded: %s", path, reason)
+    return Loaded(len(members) - skipped.total(), skipped.total(), reasons)
 
 
 def _check_usable(cache: Store) -> None:
@@ -161,94 +197,37 @@ def _pack(store: Store, stream: IO[bytes]) -> int:
     return count
 
 
-def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
-    """Put the artifacts of an archive into the cache. See `load_artifacts`.
-
-    Args:
-        source: path or content.
-
-    Raises:
-        ArgumentError: the file is missing, is no archive of this layout, or a member is damaged,
-            too large, or would leave the cache folder; or the cache folder can't be written.
-    """
-    if isinstance(source, (str, os.PathLike)):
-        path: object = os.fspath(source)
-        stream: str | IO[bytes] = os.fspath(source)
-    else:
-        path, stream = f"of {len(source)} bytes", io.BytesIO(source)
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            if archive.comment != _COMMENT:
-                raise ArgumentError(
-                    f"the archive {path} is no anyflex cache archive of layout {FOLDER!r}; make "
-                    "it with `anyflex cache save` of this version"
-                )
-            _check_usable(store)
-            # Read twice, one at a time: all are checked before the first is stored, and an archive
-            # may be larger than memory.
-            members = archive.infolist()
-            refused = {
-                (build, key): reason
-                for build, key, name, data in (_read(archive, each, path) for each in members)
-                if name == ORIGIN and (reason := artifact_origin.mismatch(data)) is not None
-            }
-            skipped: Counter[str] = Counter()
-            for member in members:
-                build, key, name, data = _read(archive, member, path)
-                if (build, key) in refused:
-                    skipped[refused[build, key]] += 1
-                else:
-                    store.put(build, key, name, data, used=False)
-    except ArgumentError:
-        raise
-    except _UNREADABLE as error:
-        raise ArgumentError(f"the archive {path} can't be read: {error}") from error
-    if store.problem is not None:
-        raise ArgumentError(f"the cache {store.folder} can't be written: {store.problem}")
-    reasons = tuple(f"{count} artifacts {reason}" for reason, count in sorted(skipped.items()))
-    for reason in reasons:
-        _log.warning("the archive %s: not loaded: %s", path, reason)
-    return Loaded(len(members) - skipped.total(), skipped.total(), reasons)
-
-
-def restore(store: Store, member: str, file: bytes) -> str | None:
-    """Put one sealed file into the cache; return why it can't be, or None.
+def restore(store: Store, member: str, file: bytes) -> None:
+    """Put one sealed file into the cache.
 
     Args:
         member: ``"build/key/name"``.
+
+    Raises:
+        ValueError: it is no artifact, or damaged.
     """
-    match = _MEMBER.fullmatch(member)
-    if match is None or ".." in member:
-        return "its name is no artifact's"
-    build, key, name = match.groups()
-    data = unseal(name, file)
-    if data is None:
-        return f"it is {damage(file)}"
-    store.put(build, key, name, data, used=False)
-    return None
+    store.put(*_opened(member, file), used=False)
 
 
 def _read(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: object
 ) -> tuple[str, str, str, bytes]:
-    match = _MEMBER.fullmatch(member.filename)
-    if match is None or ".." in member.filename:
+    file = archive.read(member)
+    try:
+        return _opened(member.filename, file)
+    except ValueError as error:
         raise ArgumentError(
-            f"the archive {path} has a member {member.filename!r} that is no artifact; nothing "
-            "was loaded"
-        )
-    if member.file_size > LARGEST_MEMBER:
-        raise ArgumentError(
-            f"the archive {path}: member {member.filename} has {member.file_size} bytes, more "
-            f"than the largest artifact ({LARGEST_MEMBER}); nothing was loaded"
-        )
+            f"the archive {path}: member {member.filename!r}: {error}; nothing was loaded"
+        ) from error
+
+
+def _opened(member: str, file: bytes) -> tuple[str, str, str, bytes]:
+    """Return an artifact's build, key, name and content."""
+    match = _MEMBER.fullmatch(member)
+    if match is None or ".." in member:
+        raise ValueError("its name is no artifact's")
     build, key, name = match.groups()
-    with archive.open(member) as stream:
-        # The size in the directory may be wrong: never read more than allowed.
-        file = stream.read(LARGEST_MEMBER + 1)
     data = unseal(name, file)
     if data is None:
-        raise ArgumentError(
-            f"the archive {path}: member {member.filename} is {damage(file)}; nothing was loaded"
-        )
+        raise ValueError(f"it is {damage(file)}")
     return build, key, name, data

@@ -84,12 +84,10 @@ def _restore(member: str, file: bytes) -> None:
         from anyflex.runtime.cache_archive import restore
         from anyflex.runtime.disk_cache import store
 
-        refused = restore(store(), member, file)
-    # An exception, or a warning made one, would keep torch from the rest of the bundle.
+        restore(store(), member, file)
+    # A warning may have been made an exception.
     except Exception as error:  # noqa: BLE001
-        refused = f"{type(error).__name__}: {error}"
-    if refused is not None:
-        _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", member, refused)
+        _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", member, error)
 
 
 # A second `register` asserts: this module was loaded again, and the first one's class serves.
