@@ -19,6 +19,7 @@ import logging
 import os
 import pathlib
 import re
+import secrets
 import sys
 import tempfile
 import threading
@@ -254,17 +255,15 @@ class Store:
         count = len(self.items())
         # Moved away first: a writer sees the cache whole or gone, and creates it again.
         try:
-            away = tempfile.mkdtemp(prefix=_CLEARED, dir=self.folder.parent)
-            self.folder.rename(pathlib.Path(away) / "old")
+            self.folder.rename(self.folder.with_name(f"{_CLEARED}{secrets.token_hex(8)}"))
         except FileNotFoundError:
             _log.debug("there is no cache %s to clear", self.folder)
         except OSError as error:
             raise ArgumentError(f"the cache {self.folder} can't be cleared: {error}") from error
-        if self.folder.parent.is_dir():
-            import shutil
+        import shutil
 
-            for path in self.folder.parent.glob(f"{_CLEARED}*"):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.parent.glob(f"{_CLEARED}*"):
+            shutil.rmtree(path, ignore_errors=True)
         return count
 
 
