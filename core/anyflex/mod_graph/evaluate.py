@@ -13,7 +13,7 @@ from torch import Tensor
 from anyflex.mod_graph.graph import wrapped
 from anyflex.mod_graph.lowering import Lowering, Rule
 from anyflex.mod_graph.mkl_warmup import make_first_calls
-from anyflex.mod_graph.node import Node
+from anyflex.mod_graph.node import Node, reached
 from anyflex.mod_graph.operations import RECORDS
 
 __all__ = ["TORCH", "Evaluator", "bounded_index", "evaluate"]
@@ -183,16 +183,11 @@ class Evaluator:
         make_first_calls()
         self.nodes = tuple(nodes)
         self.wanted = tuple(wanted)
-        needed = set(self.wanted)
-        last_use: dict[int, int] = {}
-        for position in range(len(self.nodes) - 1, -1, -1):
-            if position in needed:
-                for argument in self.nodes[position].arguments:
-                    needed.add(argument)
-                    last_use.setdefault(argument, position)
+        needed = reached(self.nodes, self.wanted)
+        last_use = {a: position for position in needed for a in self.nodes[position].arguments}
         kept = set(self.wanted)
         self._steps: list[tuple[int, Node, _Rule, tuple[int, ...]]] = []
-        for position in sorted(needed):
+        for position in needed:
             node = self.nodes[position]
             rule = TORCH.rule(self.nodes, node)
             assert not isinstance(rule, str)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -71,12 +72,7 @@ def _without_dead(
 ) -> tuple[tuple[Node, ...], tuple[int, ...]]:
     places = {position: place for place, position in enumerate(reached(nodes, roots))}
     kept = tuple(
-        Node(
-            nodes[position].operation,
-            nodes[position].dtype,
-            tuple(places[argument] for argument in nodes[position].arguments),
-            nodes[position].attribute,
-        )
+        replace(nodes[position], arguments=tuple(places[a] for a in nodes[position].arguments))
         for position in places
     )
     return kept, tuple(places[root] for root in roots)
