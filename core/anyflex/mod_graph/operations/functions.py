@@ -22,6 +22,7 @@ def _function(
     sample: Callable[[Any], Any],
     *names: str,
     rises: bool = False,
+    exact: bool = False,
     bounds: Bounds | None = None,
 ) -> Operation:
     """Return the record of torch's function of this name.
@@ -30,6 +31,7 @@ def _function(
         sample: a score mod, of the score alone.
         names: more names that torch has for it.
         rises: it rises everywhere.
+        exact: torch rounds it correctly.
     """
     value: Callable[[Any], Any] = getattr(torch, name)
     return Operation(
@@ -39,8 +41,8 @@ def _function(
         names=names,
         reading="floats",
         gradients=(gradient,),
-        bounds=rising(value) if rises else bounds,
-        approximate=True,
+        bounds=rising(value, exact=exact) if rises else bounds,
+        approximate=not exact,
         samples={name: lambda s, q, k: sample(s)},
     )
 
@@ -82,14 +84,12 @@ FUNCTIONS = (
         rises=True,
     ),
     _function("log1p", lambda g, r, x: g / (x + 1.0), lambda s: torch.log1p(s * s), rises=True),
-    Operation(
+    _function(
         "sqrt",
-        torch.sqrt,
-        types=("float",),
-        reading="floats",
-        gradients=(lambda g, r, x: g / (r * 2.0),),
-        bounds=rising(torch.sqrt, exact=True),
-        samples={"sqrt": lambda s, q, k: torch.sqrt(s * s + 0.5)},
+        lambda g, r, x: g / (r * 2.0),
+        lambda s: torch.sqrt(s * s + 0.5),
+        rises=True,
+        exact=True,
     ),
     _function(
         "rsqrt", lambda g, r, x: g * -0.5 * (r * (r * r)), lambda s: torch.rsqrt(s * s + 0.5)
