@@ -78,6 +78,7 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
         if found.specs == specs:
             return found
         kept[:] = (found,)
+        del found  # it would keep its memory
     places = []
     end = 0
     zeroed = False
@@ -90,11 +91,13 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
         return Workspace(specs, allocate(device, specs))
     if end < _SMALL_BYTES:
         return Workspace(specs, _allocate_writable(device, specs), again=True)
-    last = _pop(_kept)
-    memory = None if last is None else last.memory
+    try:
+        memory = _kept.pop().memory
+    except IndexError:
+        memory = None
     if memory is None or memory.numel() < end:
         # Both at a time would exceed the promised size.
-        del last, memory
+        del memory
         (memory,) = _allocate_writable(device, (TensorSpec((end,), torch.uint8),))
     # Tensors made in inference mode can't be written outside of it.
     with torch.inference_mode(False):
@@ -111,15 +114,6 @@ def _allocate_writable(device: torch.device, specs: tuple[TensorSpec, ...]) -> t
         return allocate(device, specs)
     with torch.inference_mode(False):
         return allocate(device, specs)
-
-
-def _pop(kept: list[Workspace]) -> Workspace | None:
-    if not kept:
-        return None
-    try:
-        return kept.pop()
-    except IndexError:  # another thread was faster
-        return None
 
 
 def give_back(workspace: Workspace) -> None:
