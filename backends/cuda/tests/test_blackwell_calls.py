@@ -77,7 +77,7 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
             "MASK_MOD": mask_mod,
             "MASK_SCORES": mask_scores_of(mask_mod),
         }
-        given |= in_numpy(values)
+        given |= in_numpy({name: values[name] for name in program.types})
         modules = (
             tiles, forward, smem_mailbox, apply_mods, nonfinite_rows,
             write_softmax_stats, split_tiles,

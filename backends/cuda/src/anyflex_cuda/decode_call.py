@@ -26,12 +26,12 @@ from anyflex_triton.building import (
     Options,
     Program,
     Programs,
-    kept_of,
+    call_sizes,
     launch_all,
     layout_like,
     layout_of,
     mask_rows,
-    or_else,
+    output_values,
     padded,
 )
 
@@ -185,16 +185,12 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
     workspace = [TensorSpec((-(-units // 2) * 4 + floats,), torch.float32)]
     boxes = _boxes(spec, tiles)
     values: dict[str, object] = {
+        **call_sizes(call),
         "k_desc": boxes_of(*layouts["key"], size, boxes["k_desc"]),
         "v_desc": boxes_of(*layouts["value"], size, boxes["v_desc"]),
         "q_strides": layout_like(*layouts["query"], size, BYTES).strides[:3],
         "k_strides": call.key.stride()[:3],
         "v_strides": call.value.stride()[:3],
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q_length": length,
-        "kv_length": keys,
         "unit_steps": most,
         "most": most,
         "programs": programs,
@@ -301,29 +297,15 @@ def launch_decode(
         fit: the call's `DecodeFit`.
     """
     partial_out, edges = out.workspace[0], out.workspace[-1]
-    rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
     wanted = forward_call.wanted_of(out)
     # One dict serves all kernels: a name means the same in each of them.
-    values = made.mod_values(call)
-    values["query"] = call.query
-    values["key"] = call.key
-    values["value"] = call.value
-    values["partial_out"] = partial_out
-    values["counts"] = partial_out
+    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values.update(output_values(out, partial_out))
+    values["query"], values["key"], values["value"] = call.query, call.key, call.value
+    values["partial_out"] = values["counts"] = partial_out
     values["edges"] = edges
-    values["out"] = out.out
-    values["rest"] = or_else(rest, out.out)
-    values["tops"] = or_else(tops, partial_out)
-    values["lse"] = or_else(out.lse, partial_out)
-    values["max_scores"] = or_else(out.max_scores, partial_out)
-    if call.mask is not None:
-        rows = mask_rows(call.mask)
-        values["offsets"] = rows.offsets
-        values["ends"] = rows.ends
-        values["runs"] = rows.runs
-        values["mask_strides"] = rows.strides
     make = partial(_fixed_launches, portable, made, tiles, fit, call, o_layout, mods, wanted)
     parts = made.kept(call, ("anyflex_cuda.decode", mods.key, o_layout, wanted), make)
     launch_all([part.launch(values) for part in parts], call.query.device)

@@ -23,9 +23,10 @@ from anyflex_triton.building import (
     NeededNext,
     Options,
     Program,
+    call_sizes,
     compile_with_next,
     mask_rows,
-    or_else,
+    output_values,
 )
 
 __all__ = [
@@ -350,11 +351,8 @@ def fit_of(
     count = -(-length // block_m)
     programs = min(count * batch * heads, cores(call.query.device))
     values = {
+        **call_sizes(call),
         **_boxed(layouts, size, boxes),
-        "batch_heads": batch * heads,
-        "heads": heads,
-        "q_length": length,
-        "kv_length": keys,
         "tiles": count,
         "head_group": made.head_group(batch * heads, keys),
     }
@@ -430,10 +428,8 @@ def launch_boxed(
     """
     query, result, mask = call.query, out.out, call.mask
     values = made.common_values(call, None if mask is None else mask_rows(mask))
+    values.update(output_values(out, result))
     values["query"], values["key"], values["value"] = query, call.key, call.value
-    values["out"] = result
-    values["lse"] = or_else(out.lse, result)
-    values["max_scores"] = or_else(out.max_scores, result)
     values["counter"] = out.workspace[0] if out.workspace else result
     if mask is not None:
         # Order doesn't matter where each program has one tile.
@@ -441,10 +437,7 @@ def launch_boxed(
         values["ordered"] = int(order is not None)
         values["tile_order"] = values["offsets"] if order is None else order.tiles
         values["order_strides"] = (0, 0) if order is None else order.strides
-    rest_strides = None
-    if out.saved:
-        values["rest"], values["tops"] = rest, _ = out.saved
-        rest_strides = rest.stride()
+    rest_strides = out.saved[0].stride() if out.saved else None
     mods = made.mods(call, fit.even)
     strides = result.stride()
     key = (mods.key, out.lse is None, out.max_scores is None, strides, rest_strides)

@@ -26,6 +26,7 @@ from anyflex_triton.kernel_signatures import (
     MaskRows,
     Programs,
     beside,
+    call_sizes,
     kept_of,
     key_head_group,
     layouts_of,
@@ -135,15 +136,10 @@ def backward_values(
 
 
 def backward_sizes(call: Call, row_values: Tensor) -> dict[str, object]:
-    """Return sizes under the names that backward's kernels have for them, here and in packages
-    that build on this one."""
-    batch, heads, length = call.query.shape[:3]
-    kv_batch, kv_heads, keys = call.key.shape[:3]
+    """Return `call_sizes`, and those of row values."""
     return {
-        "batch": batch, "heads": heads, "batch_heads": batch * heads, "kv_heads": kv_heads,
-        "kv_batch_heads": kv_batch * kv_heads, "q_length": length, "kv_length": keys,
-        "values_of_head": row_values.shape[3], "padded_length": row_values.shape[3],
-        "values_in_all": row_values.stride(0),
+        **call_sizes(call), "values_of_head": row_values.shape[3],
+        "padded_length": row_values.shape[3], "values_in_all": row_values.stride(0),
     }  # fmt: skip
 
 

@@ -44,10 +44,11 @@ from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
     Mods,
     Programs,
-    kept_of,
+    call_sizes,
     key_head_group,
     layouts_of,
     or_else,
+    output_values,
     padded,
 )
 from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
@@ -86,11 +87,11 @@ __all__ = [
     "backward_key",
     "backward_sizes",
     "backward_values",
+    "call_sizes",
     "captured_additions",
     "compile_with_next",
     "expected_backward",
     "integer_specs",
-    "kept_of",
     "key_head_group",
     "launch_all",
     "layout_like",
@@ -100,6 +101,7 @@ __all__ = [
     "mask_rows",
     "mask_scores_source",
     "or_else",
+    "output_values",
     "padded",
     "pointer_type",
     "row_values_launch",

@@ -19,9 +19,11 @@ from anyflex_triton.kernel_signatures import (
     Mods,
     Programs,
     beside,
+    call_sizes,
     kept_of,
     layouts_of,
     or_else,
+    output_values,
     padded,
     tile_count,
 )
@@ -151,12 +153,9 @@ def _prefill_launch(
     )  # fmt: skip
     make = partial(_fixed_prefill, made, call, out, rows, config, mods, even)
     fixed = made.kept(call, key, make)
-    values = made.common_values(call, rows)
-    values["query"], values["key"], values["value"], values["out"], values["rest"] = tensors
+    values = {**made.common_values(call, rows), **output_values(out, result)}
+    values["query"], values["key"], values["value"] = tensors[:3]
     values["key_rows"], values["value_rows"] = call.key, call.value
-    values["tops"] = or_else(tops, result)
-    values["lse"] = or_else(out.lse, result)
-    values["max_scores"] = or_else(out.max_scores, result)
     return fixed.launch(values)
 
 
@@ -170,13 +169,13 @@ def _fixed_prefill(
     described = made.describer(call.key, call.value)
     blocks = spec.block_size if rows is None else rows.block_size
     batch, heads, length = call.query.shape[:3]
-    keys = call.key.shape[2]
     tiles = tile_count(rows, length, config.block_m)
     fixed = {
+        **call_sizes(call),
         **made.described(described, config.block_n, key=call.key, value=call.value),
-        "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
-        "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
-    }  # fmt: skip
+        "tiles": tiles,
+        "head_group": made.head_group(batch * heads, call.key.shape[2]),
+    }
     return made.fixed_launch(
         forward.forward_kernel,
         tiles * batch * heads,
@@ -225,14 +224,12 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
 def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> FixedLaunch:
     spec = made.spec
     batch, heads, length = call.query.shape[:3]
-    keys = call.key.shape[2]
     packed = packed_heads(spec, call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     splits = splits_of(spec, call)
-    pieces = -(-max(keys, 1) // config.block_n)
+    pieces = -(-max(call.key.shape[2], 1) // config.block_n)
     fixed = {
-        "sums_at": splits.sums_at,
-        "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
+        **call_sizes(call), "sums_at": splits.sums_at, "splits": splits.number,
         "split_length": -(-pieces // splits.number) * config.block_n,
     }  # fmt: skip
     # Imported here because most processes don't decode, and Triton reads each function's source.
@@ -270,12 +267,8 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
     )  # fmt: skip
     fixed = made.kept(call, key, partial(_fixed_combination, made, call, out, scored))
     (partial_out,) = out.workspace
-    values = {
-        "partial_out": partial_out, "scale": call.scale,
-        "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, partial_out),
-        "lse": or_else(out.lse, partial_out), "max_scores": or_else(out.max_scores, partial_out),
-    }  # fmt: skip
-    return fixed.launch(values)
+    own = {"partial_out": partial_out, "scale": call.scale}
+    return fixed.launch({**own, **output_values(out, partial_out)})
 
 
 def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -> FixedLaunch:
@@ -285,8 +278,8 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     batch, heads, length = call.query.shape[:3]
     splits = splits_of(spec, call)
     fixed = {
-        "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
-        "q_length": length, "splits": splits.number,
+        **call_sizes(call), "o_strides": o_layout.strides, "sums_at": splits.sums_at,
+        "splits": splits.number,
     }  # fmt: skip
     from anyflex_triton import decode  # here, as above
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from anyflex.plugin import ArgumentError, Call, Spec, free_in_child
+from anyflex.plugin import ArgumentError, Call, Outputs, Spec, free_in_child
 from anyflex_triton.arguments import (
     BYTES,
     Boxes,
@@ -57,11 +57,13 @@ __all__ = [
     "Mods",
     "Programs",
     "beside",
+    "call_sizes",
     "heads_at_a_time",
     "kept_of",
     "key_head_group",
     "layouts_of",
     "or_else",
+    "output_values",
     "padded",
     "tile_count",
 ]
@@ -130,6 +132,13 @@ class MaskRows(NamedTuple):
     runs: Tensor
     strides: tuple[int, int]
     block_size: tuple[int, int]
+
+    def values(self) -> dict[str, object]:
+        """Return the arguments of a kernel that reads these rows."""
+        return {
+            "offsets": self.offsets, "ends": self.ends, "runs": self.runs,
+            "mask_strides": self.strides,
+        }  # fmt: skip
 
 
 class Mods(NamedTuple):
@@ -534,20 +543,10 @@ class Programs:
         }
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
-        values = self.mod_values(call)
-        if rows is None:
-            values["offsets"] = values["ends"] = values["runs"] = call.query
-            values["mask_strides"] = (0, 0)
-        else:
-            values["offsets"] = rows.offsets
-            values["ends"] = rows.ends
-            values["runs"] = rows.runs
-            values["mask_strides"] = rows.strides
-        return values
-
-    def mod_values(self, call: Call) -> dict[str, object]:
-        """Return the arguments of mods."""
+        """Return the arguments of mods, and the rows of a mask or their stand-ins."""
         types = self.types
+        if rows is None:
+            rows = MaskRows(call.query, call.query, call.query, (0, 0), (0, 0))
         tables, ints = call.captured, call.ints
         if tables:
             sizes = [number for t in tables for number in (*t.shape, *t.stride())]
@@ -558,6 +557,7 @@ class Programs:
             "floats": call.floats[: len(types["floats"])],
             "shifts": call.index_offsets,
             "scale": call.scale,
+            **rows.values(),
         }
 
     def is_even(
@@ -655,6 +655,29 @@ def layouts_of(call: Call, **more: Tensor) -> dict[str, Layout]:
     """Return the layouts of query, key, value and the tensors of `more`, by name."""
     tensors = {"query": call.query, "key": call.key, "value": call.value, **more}
     return {name: layout_of(tensor) for name, tensor in tensors.items()}
+
+
+def call_sizes(call: Call) -> dict[str, object]:
+    """Return a call's sizes under the names that kernels have for them."""
+    batch, heads, length = call.query.shape[:3]
+    kv_batch, kv_heads, keys = call.key.shape[:3]
+    return {
+        "batch": batch, "heads": heads, "batch_heads": batch * heads, "kv_heads": kv_heads,
+        "kv_batch_heads": kv_batch * kv_heads, "q_length": length, "kv_length": keys,
+    }  # fmt: skip
+
+
+def output_values(out: Outputs, stand_in: Tensor) -> dict[str, object]:
+    """Return forward's outputs as arguments of kernels.
+
+    Args:
+        stand_in: float32's, for outputs that aren't wanted.
+    """
+    rest, tops = kept_of(out.saved)
+    return {
+        "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, stand_in),
+        "lse": or_else(out.lse, stand_in), "max_scores": or_else(out.max_scores, stand_in),
+    }  # fmt: skip
 
 
 def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

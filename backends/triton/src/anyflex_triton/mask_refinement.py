@@ -55,12 +55,7 @@ def _own_rows(views: MaskViews) -> MaskRows:
 
 def with_rows(values: dict[str, Any], rows: MaskRows | None) -> dict[str, Any]:
     """Return a kernel's values with other rows of a mask; unchanged where there is none."""
-    if rows is None:
-        return values
-    return {
-        **values, "offsets": rows.offsets, "ends": rows.ends, "runs": rows.runs,
-        "mask_strides": rows.strides,
-    }  # fmt: skip
+    return values if rows is None else {**values, **rows.values()}
 
 
 def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
