@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="there is no Triton to interpret with")
 from anyflex_triton.arguments import descriptor_of, heads_described, layout_of
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Config, KernelName, Target, Traits, config_for
-from anyflex_triton.kernel_signatures import Programs, heads_at_a_time
+from anyflex_triton.kernel_signatures import KernelInputs, Programs, heads_at_a_time
 from anyflex_triton.mods import write_source
 from anyflex_triton.program import Program
 
@@ -443,7 +443,9 @@ def test_a_limit_of_registers_goes_with_its_tile() -> None:
         spec = Spec("cuda", "sm_90", dtype, 64, 64, mask_kind="runs", mask_graph=parse_graph(
             "input i32 - q_idx;input i32 - kv_idx;ge bool 0,1 -;=2"
         ))  # fmt: skip
-        config = Programs(spec, write_source(spec), "hopper", overrides).config("forward")
+        config = Programs(KernelInputs(spec, write_source(spec), "hopper", overrides)).config(
+            "forward"
+        )
         return dict(config.options.more).get("maxnreg")
 
     # The limit is all registers that a thread can have; with 16 warps that is more than a
@@ -568,7 +570,7 @@ def test_what_decides_whether_128_registers_are_enough() -> None:
             score_graph=parse_graph(score) if score else None,
             mask_graph=parse_graph(mask) if mask else None,
         )  # fmt: skip
-        config = Programs(spec, write_source(spec), "hopper", {}).config("forward")
+        config = Programs(KernelInputs(spec, write_source(spec), "hopper", {})).config("forward")
         return dict(config.options.more).get("maxnreg")
 
     causal = "input i32 - q_idx;input i32 - kv_idx;ge bool 0,1 -;=2"
@@ -591,7 +593,7 @@ def config_of(
 ) -> str:
     """Return Hopper's config, or the user's, within a mask's blocks."""
     spec = Spec("cuda", "sm_90", dtype, dim, dim, mask_kind="runs", block_size=block)
-    config = Programs(spec, write_source(spec), "hopper", options).config(kernel)
+    config = Programs(KernelInputs(spec, write_source(spec), "hopper", options)).config(kernel)
     return f"{config.block_m}x{config.block_n} {config.options.num_warps}"
 
 
@@ -636,7 +638,10 @@ def test_a_score_mod_of_head_dim_128_takes_no_parts() -> None:
     tanh = parse_graph("input f32 - score;tanh f32 0 -;=1")
     for graph, parts in ((None, True), (tanh, False)):
         spec = Spec("cuda", "sm_90", torch.bfloat16, 128, 128, score_graph=graph)
-        assert Programs(spec, write_source(spec), "hopper", {}).config("forward").parts == parts
+        assert (
+            Programs(KernelInputs(spec, write_source(spec), "hopper", {})).config("forward").parts
+            == parts
+        )
 
 
 def test_no_keys_give_zeros_and_no_rows_nothing() -> None:
@@ -715,7 +720,7 @@ def test_products_are_rounded_where_torch_allows_it() -> None:
         ("high", "amd", "ieee"),
     ):
         spec = Spec("cuda", "sm_90", torch.float32, 64, 64, fp32_precision=precision)
-        made = Programs(spec, write_source(spec), target, {})
+        made = Programs(KernelInputs(spec, write_source(spec), target, {}))
         assert made.constants["PRECISION"] == products
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="there is no Triton on this machine")
 import torch
 
 from anyflex.plugin import Spec
-from anyflex_triton.building import Programs, write_source
+from anyflex_triton.building import KernelInputs, Programs, write_source
 from anyflex_triton.configs import KernelName, Traits, config_for
 from anyflex_xpu.backend import XpuBackend
 
@@ -38,6 +38,6 @@ def test_a_configuration_fits_dpas(kernel: KernelName, itemsize: int, width: int
 def test_grf_mode_reaches_every_kernel(mode: str) -> None:
     assert mode in XpuBackend.options["grf_mode"].choices
     spec = Spec("xpu", "pvc", torch.bfloat16, 64, 64, options=(("grf_mode", mode),))
-    made = Programs(spec, write_source(spec), "xpu", dict(spec.options))
+    made = Programs(KernelInputs(spec, write_source(spec), "xpu", dict(spec.options)))
     for kernel in get_args(KernelName):
         assert made.config(kernel).options.keywords()["grf_mode"] == mode

@@ -19,6 +19,7 @@ from anyflex_cuda.kernel_arguments import TYPES
 from anyflex_triton.building import (
     IMPORTED_OPERATIONS,
     CompiledFiles,
+    KernelInputs,
     Mods,
     Programs,
     mask_scores_source,
@@ -77,7 +78,7 @@ class GluonPrograms(Programs):
         files: CompiledFiles | None = None,
     ) -> None:
         source = gluon_source(source + mask_scores_source(spec), fast_tanh)
-        super().__init__(spec, source, "hopper", {}, files=files)
+        super().__init__(KernelInputs(spec, source, "hopper", {}, files=files))
         self.types.update(TYPES)
         # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")

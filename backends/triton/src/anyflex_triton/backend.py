@@ -29,7 +29,7 @@ from anyflex_triton.options import OPTIONS
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
-    from anyflex_triton.kernel import KernelInputs
+    from anyflex_triton.kernel_signatures import KernelInputs
 
 __all__ = ["TRIED", "TritonBackend", "checksum_of", "untried_triton"]
 
@@ -151,7 +151,7 @@ class TritonBackend(Backend):
         if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
         # Imported when the warm-up has begun.
-        from anyflex_triton.kernel import KernelInputs
+        from anyflex_triton.kernel_signatures import KernelInputs
 
         options = dict(spec.options)
         given = KernelInputs(spec, stored.decode(), self.target(), options, tuner, files)

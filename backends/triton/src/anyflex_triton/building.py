@@ -39,9 +39,10 @@ from anyflex_triton.backward_call import (
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import NeededNext, compile_with_next
-from anyflex_triton.kernel import KernelInputs, TritonKernel
+from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
+    KernelInputs,
     Mods,
     Programs,
     call_sizes,

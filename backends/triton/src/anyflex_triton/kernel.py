@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
+from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, TensorSpec
 from anyflex_triton.backward_call import (
     backward_key,
     backward_values,
@@ -21,44 +21,23 @@ from anyflex_triton.backward_call import (
     rows_launch,
     total_launches,
 )
-from anyflex_triton.configs import Config, KernelName, Target
+from anyflex_triton.configs import Config, KernelName
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,
     packed_heads,
     splits_of,
 )
-from anyflex_triton.kernel_signatures import Programs
+from anyflex_triton.kernel_signatures import KernelInputs, Programs
 from anyflex_triton.launch import FixedLaunch, Launch, kept_launch, launch_all
 from anyflex_triton.mask_refinement import Tiled, finer_specs, rows_for, with_rows
 from anyflex_triton.mods import Sums
 from anyflex_triton.program import Program
-from anyflex_triton.tuning import Tuner
 
-if TYPE_CHECKING:
-    from anyflex_triton.compiled_files import CompiledFiles
-
-__all__ = ["KernelInputs", "TritonKernel"]
+__all__ = ["TritonKernel"]
 
 _SHORT_ROWS = 64
 """Calls with at most this many query rows per KV head use the decode kernel."""
-
-
-class KernelInputs(NamedTuple):
-    """Arguments of a kernel class.
-
-    Args:
-        spec, source, target, overrides, tuner, files: as in `Programs`.
-        note: appended to the description of a call's kernel, why it isn't another, for example.
-    """
-
-    spec: Spec
-    source: str
-    target: Target
-    overrides: Mapping[str, Any]
-    tuner: Tuner | None = None
-    files: CompiledFiles | None = None
-    note: str = ""
 
 
 class TritonKernel(Kernel):
@@ -67,7 +46,7 @@ class TritonKernel(Kernel):
     def __init__(self, given: KernelInputs) -> None:
         self.spec = given.spec
         self._note = given.note
-        self._made = Programs(*given[:-1])
+        self._made = Programs(given)
 
     def describe(self, call: Call) -> str:
         """Return ``decode splits=8`` or ``prefill 128x64``. Under autotuning it also tells whether

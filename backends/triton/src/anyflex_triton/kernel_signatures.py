@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles
 
 __all__ = [
+    "KernelInputs",
     "MaskRows",
     "Mods",
     "Programs",
@@ -189,8 +190,8 @@ class Mods(NamedTuple):
         }
 
 
-class Programs:
-    """Signatures, configs and programs of one spec's kernels. Thread-safe.
+class KernelInputs(NamedTuple):
+    """Arguments of a kernel class, and of its `Programs`.
 
     Args:
         spec: the accepted spec.
@@ -199,35 +200,40 @@ class Programs:
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: the table's are used.
         files: where compiled kernels are kept; see `Program`.
+        note: appended to the description of a call's kernel, why it isn't another, for example.
     """
+
+    spec: Spec
+    source: str
+    target: Target
+    overrides: Mapping[str, Any]
+    tuner: Tuner | None = None
+    files: CompiledFiles | None = None
+    note: str = ""
+
+
+class Programs:
+    """Signatures, configs and programs of one spec's kernels. Thread-safe."""
 
     made_as: ClassVar[type[Program]] = Program
     """Class that compiles and launches kernels."""
     most_heads: int | None = _HEADS_AT_A_TIME
     """Maximum number of KV heads that run at a time; None: as many as 16 MiB hold."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        source: str,
-        target: Target,
-        overrides: Mapping[str, Any],
-        tuner: Tuner | None = None,
-        files: CompiledFiles | None = None,
-    ) -> None:
-        self.spec = spec
-        self.target = target
+    def __init__(self, given: KernelInputs) -> None:
+        self.spec = spec = given.spec
+        self.target = target = given.target
         self.overlaps = overlaps(target) and not INTERPRETED
-        self.overrides = dict(overrides)
-        self._source = source
+        self.overrides = given.overrides
+        self.tuner = given.tuner
+        self._source = given.source
+        self._files = given.files
         self._mods: dict[object, Mods] = {}
         self._direct = direct_reads(spec)
         self._caps = cap_factors(spec)
-        self._may_be_short = " if SHORT else " in source
+        self._may_be_short = " if SHORT else " in given.source
         self._programs: dict[str, Program] = {}
         self.types = {**_described_types(spec), **_mod_types(spec)}
-        self.tuner = tuner
-        self._files = files
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
         self._lock = threading.Lock()
         free_in_child(self)
