@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anyflex_torch_flex.autograd import autograd_records, in_another_thread
+from anyflex_torch_flex.kernel import autograd_records, in_another_thread
 from torch import Tensor
 
 CPU = torch.device("cpu")

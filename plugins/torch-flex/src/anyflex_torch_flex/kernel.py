@@ -7,6 +7,8 @@ import math
 import threading
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +26,10 @@ from anyflex.plugin import (
     Spec,
     TensorSpec,
 )
-from anyflex_torch_flex.autograd import autograd_records, in_another_thread
 from anyflex_torch_flex.block_masks import torch_block_mask
 from anyflex_torch_flex.mods import MakeMods
 
-__all__ = ["TorchFlexKernel"]
+__all__ = ["TorchFlexKernel", "autograd_records", "in_another_thread"]
 
 _WIDE = 128
 """Head dim above which float32 needs smaller tiles."""
@@ -203,6 +204,29 @@ class TorchFlexKernel(Kernel):
             raise BackendRefused(
                 f"torch's kernels take at most {_GRID} batches and heads; split the call"
             )
+
+
+def autograd_records() -> bool:
+    """Whether autograd records: False inside of one of torch's operators, which torch runs below
+    autograd."""
+    with torch.enable_grad():
+        return (torch.ones((), requires_grad=True, device="cpu") * 1).requires_grad
+
+
+def in_another_thread(device: torch.device, work: Callable[[], None]) -> None:
+    """Work where autograd records, on this thread's stream; raises what `work` raises.
+
+    torch turns autograd off for the current thread only.
+    """
+    # A stream selects its device too.
+    stream = nullcontext() if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    def run() -> None:
+        with stream:
+            work()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
 
 
 def _numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
