@@ -366,15 +366,10 @@ def _shift(direct: str, any_amount: str) -> _Rule:
     return rule
 
 
-def _product(value: str, exponent: int) -> str:
-    """Return text for a small integer power."""
-    return " * ".join([value] * exponent)
-
-
 def _integer_power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     number = program.number(node.arguments[1])
     if number is not None and 1 <= number <= 4:
-        return _plain(_product("{0}", number))(program, node, operands)
+        return _plain(" * ".join(["{0}"] * number))(program, node, operands)
     digits = "{bits}" if node.dtype is torch.uint8 else "{bits} - 1"
     return _plain(f"ops.integer_power({{0}}, {{1}}, {digits})")(program, node, operands)
 

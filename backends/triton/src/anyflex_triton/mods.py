@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from anyflex.plugin import (
     Derivative,
@@ -93,42 +93,27 @@ _MOST_EARLY = 4
 per row of a tile."""
 
 
-_Fact = TypeVar("_Fact")
-
-
-class _Early(NamedTuple):
-    """Values of a graph that depend on a read, and on a row or a column alone.
-
-    Args:
-        rows: positions of nodes that need neither kv_idx nor score.
-        columns: positions of nodes that need kv_idx alone.
-    """
-
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
-
-
-def _early(nodes: Sequence[Node], output: int) -> _Early:
-    """Return the maximal such values: the output, and those that a node of neither kind needs. A
-    row's value that only a column's needs isn't read early, like ``perm[h]`` in
-    ``table[perm[h], kv_idx]``."""
+def _early(nodes: Sequence[Node], output: int) -> dict[str, tuple[int, ...]]:
+    """Return the positions of values that depend on a read and on a row alone, ``rows``, which
+    need neither kv_idx nor score, or on a column alone, ``columns``, which need kv_idx alone. They
+    are maximal: the output, and those that a node of neither kind needs. A row's value that only a
+    column's needs isn't read early, like ``perm[h]`` in ``table[perm[h], kv_idx]``."""
     needs = dependences(nodes)
     kinds: list[str] = []
     for node in nodes:
         reads = node.operation == "load" or any(kinds[a] for a in node.arguments)
         of_row, of_column = needs[node] <= {"q_idx"}, needs[node] == {"kv_idx"}
-        kinds.append("row" if reads and of_row else "column" if reads and of_column else "")
+        kinds.append("rows" if reads and of_row else "columns" if reads and of_column else "")
     wanted = {output} | {
         argument
         for position, node in enumerate(nodes)
         if not kinds[position]
         for argument in node.arguments
     }
-    rows, columns = (
-        tuple(position for position in sorted(wanted) if kinds[position] == kind)[:_MOST_EARLY]
-        for kind in ("row", "column")
-    )
-    return _Early(rows, columns)
+    return {
+        kind: tuple(p for p in sorted(wanted) if kinds[p] == kind)[:_MOST_EARLY]
+        for kind in ("rows", "columns")
+    }
 
 
 def reads_pairs(graph: ModGraph) -> bool:
@@ -208,7 +193,7 @@ def _reads(spec: Spec) -> _Reads:
         body: list[str] = []
         given: list[str] = []
         for graph, early, places in zip(graphs.values(), found, stand_ins, strict=True):
-            positions = early.rows if kind == "rows" else early.columns
+            positions = early[kind]
             program = replace(ModProgram.of(spec, graph.nodes, False), lines=body)
             lowered = TRITON.lower(graph.nodes, program, positions)
             for position in positions:
@@ -234,49 +219,41 @@ def _early_functions(spec: Spec) -> list[str]:
     reads = _reads(spec)
     lines = reads.functions
     for name, graph in reads.graphs.items() if lines else ():
-        program = _of_read(spec, graph, reads.places[name], name == "score_mod")
-        if name == "score_mod":
-            arguments, last = f"score, {_INDICES}, {_CALL}", _score_mod(program, graph.output)
-        else:
-            arguments, last = f"{_INDICES}, {_CALL}", _mask_mod(program, graph.output)
-        lines += _function(f"{name}_of_read", arguments, program.lines, last)
+        given = "score, " if name == "score_mod" else ""
+        program = _of_read(spec, graph, reads.places[name], bool(given))
+        lines += _mod_function(f"{name}_of_read", program, graph.output, given)
     return lines
 
 
 def _of_read(spec: Spec, graph: ModGraph, places: Mapping[int, str], scored: bool) -> ModProgram:
     """Return the program of a mod that takes early values, of `_Reads.places`."""
-    nodes = [
-        Node(EARLY, node.dtype, (), places[position]) if position in places else node
-        for position, node in enumerate(graph.nodes)
-    ]
-    of_all = ModProgram.of(spec, graph.nodes, scored and bool(cap_factors(spec)))
-    return replace(
-        of_all,
-        nodes=nodes,
-        ranges={**of_all.ranges, **_moved(of_all.ranges, graph.nodes, nodes)},
-        needs={**of_all.needs, **_moved(of_all.needs, graph.nodes, nodes)},
-    )
+    program = ModProgram.of(spec, graph.nodes, scored and bool(cap_factors(spec)))
+    nodes, ranges, needs = list(graph.nodes), dict(program.ranges), dict(program.needs)
+    for position, text in places.items():
+        node = nodes[position]
+        early = nodes[position] = Node(EARLY, node.dtype, (), text)
+        needs[early] = needs[node]
+        if node in ranges:
+            ranges[early] = ranges[node]
+    return replace(program, nodes=nodes, ranges=ranges, needs=needs)
 
 
-def _moved(
-    facts: Mapping[Node, _Fact], nodes: Sequence[Node], others: Sequence[Node]
-) -> dict[Node, _Fact]:
-    """Return facts about nodes for the nodes that stand in their places."""
-    return {other: facts[node] for node, other in zip(nodes, others, strict=True) if node in facts}
+def _mod_function(
+    name: str, program: ModProgram, output: int | None, given: str = ""
+) -> list[str]:
+    """Return the text of a mod.
 
-
-def _score_mod(program: ModProgram, output: int | None) -> str:
-    """Emit the cast to float32 in the score's shape, and return the last line; None is 0."""
+    Args:
+        output: position of its result; None is 0.
+        given: arguments before the indices: a score, which has the result's shape, is the last;
+            a mask mod has none.
+    """
     if output is None:
         value = program.full("0.0", "float32")
     else:
         value = TRITON.lower(program.nodes, program, [output])[output]
-    return f"return ops.spread({value}, score)"
-
-
-def _mask_mod(program: ModProgram, output: int) -> str:
-    value = TRITON.lower(program.nodes, program, [output])[output]
-    return f"return {program.cast(value, 'int1')}"
+    result = f"ops.spread({value}, score)" if given else program.cast(value, "int1")
+    return _function(name, f"{given}{_INDICES}, {_CALL}", program.lines, f"return {result}")
 
 
 def mask_scores_source(spec: Spec) -> str:
@@ -345,7 +322,7 @@ def _is_grad(derivative: Derivative) -> bool:
     return node.operation == "input" and node.attribute == "grad"
 
 
-def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[ModProgram, str]:
+def _captured_gradients(spec: Spec, derivative: Derivative) -> list[str]:
     program = ModProgram.of(spec, derivative.nodes, bool(cap_factors(spec)))
     learned = [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
     wanted = [node for s in derivative.scatters for node in (*s.indices, s.value)]
@@ -366,7 +343,8 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[ModProgram,
             f"{offset or program.full('0', 'int64')}, {inside}, {values[scatter.value]}, live, "
             f"SUMS)"
         )
-    return program, "return"
+    arguments = f"grad, score, live, {_INDICES}, {_CALL}, totals"
+    return _function("captured_gradients", arguments, program.lines, "return")
 
 
 def source_for(
@@ -422,27 +400,20 @@ def write_source(spec: Spec) -> str:
     lines = _HEADER.splitlines()
     if spec.score_graph is not None:
         graph = simplify(spec.score_graph)
-        arguments = f"score, {_INDICES}, {_CALL}"
         program = ModProgram.of(spec, graph.nodes, bool(cap_factors(spec)))
-        last = _score_mod(program, graph.output)
-        lines += _function("score_mod", arguments, program.lines, last)
+        lines += _mod_function("score_mod", program, graph.output, "score, ")
         learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         if spec.needs_backward:
             slope = differentiate(graph, wanted_captured=learned)
         if spec.needs_backward and not _is_grad(slope):
-            arguments = f"grad, score, {_INDICES}, {_CALL}"
             program = ModProgram.of(spec, slope.nodes, bool(cap_factors(spec)))
-            last = _score_mod(program, slope.score)
-            lines += _function("score_mod_backward", arguments, program.lines, last)
+            lines += _mod_function("score_mod_backward", program, slope.score, "grad, score, ")
         if learned:
-            arguments = f"grad, score, live, {_INDICES}, {_CALL}, totals"
-            program, last = _captured_gradients(spec, slope)
-            lines += _function("captured_gradients", arguments, program.lines, last)
+            lines += _captured_gradients(spec, slope)
     if spec.mask_graph is not None:
         graph = simplify(spec.mask_graph)
         program = ModProgram.of(spec, graph.nodes, False)
-        last = _mask_mod(program, graph.output)
-        lines += _function("mask_mod", f"{_INDICES}, {_CALL}", program.lines, last)
+        lines += _mod_function("mask_mod", program, graph.output)
     lines += _early_functions(spec)
     return "\n".join([*lines, ""])
 
