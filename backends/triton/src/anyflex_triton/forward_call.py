@@ -16,7 +16,6 @@ from anyflex_triton.configs import Config
 from anyflex_triton.dependent_launch import overlapping
 from anyflex_triton.kernel_signatures import (
     MaskRows,
-    Mods,
     Programs,
     beside,
     call_sizes,
@@ -151,55 +150,48 @@ def _prefill_launch(
         rest is None, tops is None, result.stride(), tensors[4].stride(),
         *map(alignment_of, tensors),
     )  # fmt: skip
-    make = partial(_fixed_prefill, made, call, out, rows, config, mods, even)
-    fixed = made.kept(call, key, make)
+
+    def make() -> FixedLaunch:
+        layouts = layouts_of(call, out=result, rest=tensors[4])
+        described = made.describer(call.key, call.value)
+        blocks = made.spec.block_size if rows is None else rows.block_size
+        batch, heads, length = call.query.shape[:3]
+        tiles = tile_count(rows, length, config.block_m)
+        fixed = {
+            **call_sizes(call),
+            **made.described(described, config.block_n, key=call.key, value=call.value),
+            "tiles": tiles,
+            "head_group": made.head_group(batch * heads, call.key.shape[2]),
+        }
+        return made.fixed_launch(
+            forward.forward_kernel,
+            tiles * batch * heads,
+            {
+                **mods.reading(),
+                "Q_BLOCK": blocks[0],
+                "KV_BLOCK": blocks[1],
+                "WANT_LSE": out.lse is not None,
+                "WANT_MAX": out.max_scores is not None,
+                "WANT_REST": rest is not None,
+                "WANT_TOPS": tops is not None,
+                "DESCRIBED": described,
+                "BESIDE": beside(described, call.key, call.value),
+                "MASK_READS": made.mask_reads_pairs,
+                "EVEN": even,
+                "OVERLAP": config.overlap,
+                "PARTS": config.parts,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+            },
+            config.options,
+            fixed,
+            layouts,
+        )
+
     values = {**made.common_values(call, rows), **output_values(out, result)}
     values["query"], values["key"], values["value"] = tensors[:3]
     values["key_rows"], values["value_rows"] = call.key, call.value
-    return fixed.launch(values)
-
-
-def _fixed_prefill(
-    made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config, mods: Mods,
-    even: bool,
-) -> FixedLaunch:  # fmt: skip
-    spec = made.spec
-    rest, tops = kept_of(out.saved)
-    layouts = layouts_of(call, out=out.out, rest=or_else(rest, out.out))
-    described = made.describer(call.key, call.value)
-    blocks = spec.block_size if rows is None else rows.block_size
-    batch, heads, length = call.query.shape[:3]
-    tiles = tile_count(rows, length, config.block_m)
-    fixed = {
-        **call_sizes(call),
-        **made.described(described, config.block_n, key=call.key, value=call.value),
-        "tiles": tiles,
-        "head_group": made.head_group(batch * heads, call.key.shape[2]),
-    }
-    return made.fixed_launch(
-        forward.forward_kernel,
-        tiles * batch * heads,
-        {
-            **mods.reading(),
-            "Q_BLOCK": blocks[0],
-            "KV_BLOCK": blocks[1],
-            "WANT_LSE": out.lse is not None,
-            "WANT_MAX": out.max_scores is not None,
-            "WANT_REST": rest is not None,
-            "WANT_TOPS": tops is not None,
-            "DESCRIBED": described,
-            "BESIDE": beside(described, call.key, call.value),
-            "MASK_READS": made.mask_reads_pairs,
-            "EVEN": even,
-            "OVERLAP": config.overlap,
-            "PARTS": config.parts,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-        },
-        config.options,
-        fixed,
-        layouts,
-    )
+    return made.kept(call, key, make).launch(values)
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
@@ -210,51 +202,51 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
 
 
 def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
+    spec = made.spec
     mods = made.mods(call, False)
     tensors = call.query, call.key, call.value
     # Decoding calls repeat token by token and layer by layer: their common part is cached.
     key = ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors))
-    fixed = made.kept(call, key, partial(_fixed_splits, made, call, mods, config))
+
+    def make() -> FixedLaunch:
+        batch, heads, length = call.query.shape[:3]
+        packed = packed_heads(spec, call)
+        rows = max(16, 1 << (packed * length - 1).bit_length())
+        splits = splits_of(spec, call)
+        pieces = -(-max(call.key.shape[2], 1) // config.block_n)
+        fixed = {
+            **call_sizes(call), "sums_at": splits.sums_at, "splits": splits.number,
+            "split_length": -(-pieces // splits.number) * config.block_n,
+        }  # fmt: skip
+        # Imported here because most processes don't decode, and Triton reads the source of each
+        # function.
+        from anyflex_triton import decode
+
+        return made.fixed_launch(
+            decode.decode_kernel,
+            batch * (heads // packed) * splits.number,
+            {
+                # Decoding tiles have one part.
+                "D": padded(spec.head_dim),
+                "DV": padded(spec.value_head_dim),
+                "SCORE_MOD": mods.score_mod,
+                "MASK_MOD": mods.mask_mod,
+                "KV_BLOCK": spec.block_size[1],
+                "PACKED": packed,
+                "DESCRIBED": made.own_describer(call.key, call.value),
+                "LEADS": made.overlaps,
+                "BLOCK_M": rows,
+                "BLOCK_N": config.block_n,
+            },
+            config.options,
+            fixed,
+            layouts_of(call),
+        )
+
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
     (values["partial_out"],) = out.workspace
-    return fixed.launch(values)
-
-
-def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> FixedLaunch:
-    spec = made.spec
-    batch, heads, length = call.query.shape[:3]
-    packed = packed_heads(spec, call)
-    rows = max(16, 1 << (packed * length - 1).bit_length())
-    splits = splits_of(spec, call)
-    pieces = -(-max(call.key.shape[2], 1) // config.block_n)
-    fixed = {
-        **call_sizes(call), "sums_at": splits.sums_at, "splits": splits.number,
-        "split_length": -(-pieces // splits.number) * config.block_n,
-    }  # fmt: skip
-    # Imported here because most processes don't decode, and Triton reads each function's source.
-    from anyflex_triton import decode
-
-    return made.fixed_launch(
-        decode.decode_kernel,
-        batch * (heads // packed) * splits.number,
-        {
-            # Decoding tiles have one part.
-            "D": padded(spec.head_dim),
-            "DV": padded(spec.value_head_dim),
-            "SCORE_MOD": mods.score_mod,
-            "MASK_MOD": mods.mask_mod,
-            "KV_BLOCK": spec.block_size[1],
-            "PACKED": packed,
-            "DESCRIBED": made.own_describer(call.key, call.value),
-            "LEADS": made.overlaps,
-            "BLOCK_M": rows,
-            "BLOCK_N": config.block_n,
-        },
-        config.options,
-        fixed,
-        layouts_of(call),
-    )
+    return made.kept(call, key, make).launch(values)
 
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
@@ -265,38 +257,35 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
         "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
         rest is None, tops is None, out.out.stride(), alignment_of(out.out),
     )  # fmt: skip
-    fixed = made.kept(call, key, partial(_fixed_combination, made, call, out, scored))
+
+    def make() -> FixedLaunch:
+        o_layout = layout_of(out.out)
+        batch, heads, length = call.query.shape[:3]
+        splits = splits_of(made.spec, call)
+        fixed = {
+            **call_sizes(call), "o_strides": o_layout.strides, "sums_at": splits.sums_at,
+            "splits": splits.number,
+        }  # fmt: skip
+        from anyflex_triton import decode  # here, as above
+
+        return made.fixed_launch(
+            decode.combine_kernel,
+            batch * heads * length,
+            {
+                "DV": padded(made.spec.value_head_dim),
+                "SPLITS": 16,
+                "UNIT": o_layout.unit,
+                "SCORED": scored,
+                "WANT_LSE": out.lse is not None,
+                "WANT_MAX": out.max_scores is not None,
+                "WANT_REST": rest is not None,
+                "WANT_TOPS": tops is not None,
+                "FOLLOWS": made.overlaps,
+            },
+            overlapping(Options(4, 1), made.overlaps),
+            fixed,
+        )
+
     (partial_out,) = out.workspace
     own = {"partial_out": partial_out, "scale": call.scale}
-    return fixed.launch({**own, **output_values(out, partial_out)})
-
-
-def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -> FixedLaunch:
-    spec = made.spec
-    rest, tops = kept_of(out.saved)
-    o_layout = layout_of(out.out)
-    batch, heads, length = call.query.shape[:3]
-    splits = splits_of(spec, call)
-    fixed = {
-        **call_sizes(call), "o_strides": o_layout.strides, "sums_at": splits.sums_at,
-        "splits": splits.number,
-    }  # fmt: skip
-    from anyflex_triton import decode  # here, as above
-
-    return made.fixed_launch(
-        decode.combine_kernel,
-        batch * heads * length,
-        {
-            "DV": padded(spec.value_head_dim),
-            "SPLITS": 16,
-            "UNIT": o_layout.unit,
-            "SCORED": scored,
-            "WANT_LSE": out.lse is not None,
-            "WANT_MAX": out.max_scores is not None,
-            "WANT_REST": rest is not None,
-            "WANT_TOPS": tops is not None,
-            "FOLLOWS": made.overlaps,
-        },
-        overlapping(Options(4, 1), made.overlaps),
-        fixed,
-    )
+    return made.kept(call, key, make).launch({**own, **output_values(out, partial_out)})
