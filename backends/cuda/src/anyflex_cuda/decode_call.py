@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from anyflex_triton.building import (
     BYTES,
     FixedArguments,
     FixedLaunch,
-    Layout,
     Mods,
     Options,
     Program,
@@ -306,57 +304,50 @@ def launch_decode(
     values["query"], values["key"], values["value"] = call.query, call.key, call.value
     values["partial_out"] = values["counts"] = partial_out
     values["edges"] = edges
-    make = partial(_fixed_launches, portable, made, tiles, fit, call, o_layout, mods, wanted)
+
+    def make() -> list[FixedLaunch]:
+        unit = o_layout.unit
+        fixed = {**fit.fixed, "o_strides": o_layout.strides}
+        program = decode_program(made, tiles, fit.plan, mods, fit.adds, unit, wanted)
+        main = FixedLaunch(program, fit.programs, FixedArguments(fixed, DESCRIBED))
+        found = [main] if fit.adds else [main, _sums(portable, fit, unit, mods, wanted, fixed)]
+        if call.mask is not None:
+            constants = {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n}
+            # One program for each entry, and one that counts.
+            programs = call.mask.shape[0] + 1
+            kernel, options = decode_steps.steps_kernel, Options(4, 1)
+            steps = portable.fixed_launch(kernel, programs, constants, options, fixed, types=TYPES)
+            found.insert(0, steps)
+        return found
+
     parts = made.kept(call, ("anyflex_cuda.decode", mods.key, o_layout, wanted), make)
     launch_all([part.launch(values) for part in parts], call.query.device)
 
 
-def _fixed_launches(
-    portable: Programs, made: GluonPrograms, tiles: DecodeTiles, fit: DecodeFit, call: Call,
-    out: Layout, mods: Mods, wanted: tuple[bool, bool, bool],
-) -> list[FixedLaunch]:  # fmt: skip
-    """Return the parts of `launch_decode` that calls of the same shapes and strides share."""
-    fixed = FixedArguments({**fit.fixed, "o_strides": out.strides}, DESCRIBED)
-    parts = decode_program(made, tiles, fit.plan, mods, fit.adds, out.unit, wanted)
-    found = [FixedLaunch(parts, fit.programs, fixed)]
-    if not fit.adds:
-        sums = _sums_program(portable, fit, out.unit, mods.score_mod is not None, wanted)
-        found.append(FixedLaunch(sums, fit.rows, fixed))
-    if call.mask is not None:
-        constants = {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n}
-        steps = portable.program(decode_steps.steps_kernel, constants, Options(4, 1), types=TYPES)
-        # One program for each entry, and one that counts.
-        found.insert(0, FixedLaunch(steps, call.mask.shape[0] + 1, fixed))
-    return found
-
-
-def _sums_program(
-    made: Programs, fit: DecodeFit, unit: int, scored: bool, wanted: tuple[bool, bool, bool]
-) -> Program:
-    """Return the kernel that adds up parts, compiled for a class of calls.
-
-    Args:
-        unit: from out's `Layout`.
-        scored: whether there is a score mod.
-        wanted: whether lse, max_scores and rest are.
-    """
+def _sums(
+    made: Programs, fit: DecodeFit, unit: int, mods: Mods, wanted: tuple[bool, bool, bool],
+    fixed: Mapping[str, object],
+) -> FixedLaunch:  # fmt: skip
+    """Return the launch that adds up parts. Arguments are as in `decode_program`."""
     from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
     lse, max_scores, rest = wanted
-    return made.program(
+    return made.fixed_launch(
         decode_sums.combine_kernel,
+        fit.rows,
         {
             "PLAN": fit.plan,
             "DV": padded(made.spec.value_head_dim),
             "PARTS": fit.at_once,
             "UNIT": unit,
-            "SCORED": scored,
+            "SCORED": mods.score_mod is not None,
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
         },
         # One warp adds up a few parts without barriers.
         Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
+        fixed,
         types=TYPES,
         aligned={"partial_out": BYTES},
     )
