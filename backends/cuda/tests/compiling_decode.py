@@ -39,7 +39,8 @@ def decode_of(
         load_module(source_for(gluon_source(source), within=within, coarse=True, sums="floats"))
     )
     mods = Mods.of(None, functions)
-    return decode_program(made, tiles, plan, mods, adds, 8, (True, False, False))
+    wanted = {"WANT_LSE": True, "WANT_MAX": False, "WANT_REST": False}
+    return decode_program(made, tiles, plan, mods, adds, 8, wanted)
 
 
 def facts_of(

@@ -57,7 +57,8 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
     source = write_source(spec)
     made = GluonPrograms(spec, source)
     functions = functions_of(spec, source, even)
-    mods, wanted = Mods.of(None, functions), (True, False, rest)
+    mods = Mods.of(None, functions)
+    wanted = {"WANT_LSE": True, "WANT_MAX": False, "WANT_REST": rest}
     program = program_for(made, tiles, mods, even, wanted)
     found, told = compiled(program)
     loops = loops_of(sass_of(found))

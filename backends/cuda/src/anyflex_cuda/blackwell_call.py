@@ -3,13 +3,14 @@ tiles. The portable kernels take other calls, and backward."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import blackwell_forward
-from anyflex_cuda.forward_call import Fit, boxed_program, fit_of, launch_boxed, refusal, wanted_of
+from anyflex_cuda.forward_call import Fit, boxed_program, fit_of, launch_boxed, refusal
 from anyflex_cuda.gluon_kernels import FORWARD_OPTIONS, GluonPrograms, refused_options
-from anyflex_triton.building import KernelInputs, Mods, Program, TritonKernel
+from anyflex_triton.building import KernelInputs, Mods, Program, TritonKernel, wanted_outputs
 
 __all__ = ["BlackwellKernel", "program_for", "refused_spec", "tiles_for"]
 
@@ -56,7 +57,7 @@ def refused_spec(spec: Spec) -> str | None:
 
 
 def program_for(
-    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, wanted: tuple[bool, bool, bool]
+    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, wanted: Mapping[str, bool]
 ) -> Program:
     """Return the kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
@@ -141,7 +142,7 @@ class BlackwellKernel(TritonKernel):
         """Fill `out`."""
         fit = self._fit(call)
         if fit is not None:
-            made, tiles, even, wanted = self._blackwell, self._tiles, fit.even, wanted_of(out)
+            made, tiles, even, wanted = self._blackwell, self._tiles, fit.even, wanted_outputs(out)
             launch_boxed(
                 made, fit, call, out, lambda mods: program_for(made, tiles, mods, even, wanted)
             )

@@ -31,6 +31,7 @@ from anyflex_triton.building import (
     mask_rows,
     output_values,
     padded,
+    wanted_outputs,
 )
 
 __all__ = [
@@ -230,7 +231,7 @@ def _aligned(programs: int, units: int, most: int) -> int:
 
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods: Mods, adds: bool, unit: int,
-    wanted: tuple[bool, bool, bool],
+    wanted: Mapping[str, bool],
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
@@ -238,13 +239,12 @@ def decode_program(
         plan: constant of `decode_steps`: which units share a list of steps.
         mods: from `GluonPrograms.mods`.
         adds: as in `DecodeFit`. unit: as in out's `Layout`.
-        wanted: whether lse, max_scores and rest are.
+        wanted: from `wanted_outputs`.
     """
     spec = made.spec
-    lse, max_scores, rest = wanted
     if not adds:
         # Another kernel writes the outputs.
-        unit, lse, rest = 1, False, False
+        unit, wanted = 1, {**wanted, "WANT_LSE": False, "WANT_REST": False}
     # Imported here because most processes don't decode, and Triton reads the source of each of its
     # functions.
     from anyflex_cuda import hopper_decode
@@ -259,9 +259,7 @@ def decode_program(
             "DV": _columns(spec.value_head_dim),
             "UNIT": unit,
             "ADDS": adds,
-            "WANT_LSE": lse,
-            "WANT_MAX": max_scores,
-            "WANT_REST": rest,
+            **wanted,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
@@ -297,7 +295,7 @@ def launch_decode(
     partial_out, edges = out.workspace[0], out.workspace[-1]
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
-    wanted = forward_call.wanted_of(out)
+    wanted = wanted_outputs(out)
     # One dict serves all kernels: a name means the same in each of them.
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values.update(output_values(out, partial_out))
@@ -320,18 +318,17 @@ def launch_decode(
             found.insert(0, steps)
         return found
 
-    parts = made.kept(call, ("anyflex_cuda.decode", mods.key, o_layout, wanted), make)
+    parts = made.kept(call, ("anyflex_cuda.decode", mods.key, o_layout, *wanted.values()), make)
     launch_all([part.launch(values) for part in parts], call.query.device)
 
 
 def _sums(
-    made: Programs, fit: DecodeFit, unit: int, mods: Mods, wanted: tuple[bool, bool, bool],
+    made: Programs, fit: DecodeFit, unit: int, mods: Mods, wanted: Mapping[str, bool],
     fixed: Mapping[str, object],
 ) -> FixedLaunch:  # fmt: skip
     """Return the launch that adds up parts. Arguments are as in `decode_program`."""
     from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
-    lse, max_scores, rest = wanted
     return made.fixed_launch(
         decode_sums.combine_kernel,
         fit.rows,
@@ -341,9 +338,7 @@ def _sums(
             "PARTS": fit.at_once,
             "UNIT": unit,
             "SCORED": mods.score_mod is not None,
-            "WANT_LSE": lse,
-            "WANT_MAX": max_scores,
-            "WANT_REST": rest,
+            **wanted,
         },
         # One warp adds up a few parts without barriers.
         Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),

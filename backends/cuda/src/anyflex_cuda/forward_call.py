@@ -27,6 +27,7 @@ from anyflex_triton.building import (
     compile_with_next,
     mask_rows,
     output_values,
+    wanted_outputs,
 )
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "small_tiles_for",
     "tiles_at_once",
     "tiles_for",
-    "wanted_of",
 ]
 
 _ROWS = 64
@@ -216,7 +216,7 @@ def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[s
 
 def boxed_program(
     made: GluonPrograms, function: Any, boxes: Mapping[str, tuple[int, ...]], mods: Mods,
-    even: bool, wanted: tuple[bool, bool, bool], constants: Mapping[str, object],
+    even: bool, wanted: Mapping[str, bool], constants: Mapping[str, object],
 ) -> Program:  # fmt: skip
     """Return a kernel of forward in Gluon, compiled for a class of calls.
 
@@ -224,14 +224,13 @@ def boxed_program(
         boxes: from `boxes_for`.
         mods: from `GluonPrograms.mods`.
         even: whether the number of keys and the mask's block size are multiples of a step's.
-        wanted: whether lse, max_scores and rest are.
+        wanted: from `wanted_outputs`.
         constants: those that only `function` has.
     """
     spec = made.spec
-    lse, max_scores, rest = wanted
     # A missing part has no descriptor, because encoding one takes the host a microsecond.
     absent = DESCRIBED.keys() - boxes.keys()
-    if not rest:
+    if not wanted["WANT_REST"]:
         absent |= {*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"}
     if spec.mask_kind == "none":
         absent |= {"tile_order", "order_strides", "ordered"}
@@ -244,9 +243,7 @@ def boxed_program(
             "KV_BLOCK": spec.block_size[1],
             "D": sum(boxes[name][-1] for name in _descriptors_of("query", boxes)),
             "DV": sum(boxes[name][-1] for name in _descriptors_of("value", boxes)),
-            "WANT_LSE": lse,
-            "WANT_MAX": max_scores,
-            "WANT_REST": rest,
+            **wanted,
             "EVEN": even,
             **constants,
         },
@@ -259,7 +256,7 @@ def boxed_program(
 
 
 def program_for(
-    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, wanted: tuple[bool, bool, bool]
+    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, wanted: Mapping[str, bool]
 ) -> Program:
     """Return Hopper's kernel for a class of calls. Arguments are as in `boxed_program`."""
     return boxed_program(
@@ -404,16 +401,11 @@ def launch_forward(
     """
 
     def program_of(mods: Mods) -> Program:
-        program = program_for(made, tiles, mods, fit.even, wanted_of(out))
+        program = program_for(made, tiles, mods, fit.even, wanted_outputs(out))
         compile_with_next(made.spec, program, call, out, needed_next)
         return program
 
     launch_boxed(made, fit, call, out, program_of)
-
-
-def wanted_of(out: Outputs) -> tuple[bool, bool, bool]:
-    """Return whether lse, max_scores and rest are wanted."""
-    return out.lse is not None, out.max_scores is not None, bool(out.saved)
 
 
 def launch_boxed(

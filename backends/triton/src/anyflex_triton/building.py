@@ -51,6 +51,7 @@ from anyflex_triton.kernel_signatures import (
     or_else,
     output_values,
     padded,
+    wanted_outputs,
 )
 from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows, with_rows
@@ -108,6 +109,7 @@ __all__ = [
     "row_values_launch",
     "source_for",
     "types_of",
+    "wanted_outputs",
     "with_rows",
     "write_source",
 ]

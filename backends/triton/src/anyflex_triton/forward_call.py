@@ -25,6 +25,7 @@ from anyflex_triton.kernel_signatures import (
     output_values,
     padded,
     tile_count,
+    wanted_outputs,
 )
 from anyflex_triton.launch import FixedLaunch, Launch, begin_compiling, launch_all
 from anyflex_triton.mask_refinement import mask_rows, rows_for
@@ -140,15 +141,15 @@ def _prefill_launch(
     made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config
 ) -> Launch:
     result = out.out
-    rest, tops = kept_of(out.saved)
+    rest, _ = kept_of(out.saved)
+    wanted = wanted_outputs(out)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
     tensors = call.query, call.key, call.value, result, or_else(rest, result)
     key = (
         "anyflex_triton.prefill", config, mods.key, even,
-        None if rows is None else rows.block_size, out.lse is None, out.max_scores is None,
-        rest is None, tops is None, result.stride(), tensors[4].stride(),
-        *map(alignment_of, tensors),
+        None if rows is None else rows.block_size, *wanted.values(), result.stride(),
+        tensors[4].stride(), *map(alignment_of, tensors),
     )  # fmt: skip
 
     def make() -> FixedLaunch:
@@ -170,10 +171,7 @@ def _prefill_launch(
                 **mods.reading(),
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
-                "WANT_LSE": out.lse is not None,
-                "WANT_MAX": out.max_scores is not None,
-                "WANT_REST": rest is not None,
-                "WANT_TOPS": tops is not None,
+                **wanted,
                 "DESCRIBED": described,
                 "BESIDE": beside(described, call.key, call.value),
                 "MASK_READS": made.mask_reads_pairs,
@@ -251,11 +249,11 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
     """Return the launch that combines the splits' results."""
-    rest, tops = kept_of(out.saved)
+    wanted = wanted_outputs(out)
     scored = made.mods(call, False).score_mod is not None
     key = (
-        "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
-        rest is None, tops is None, out.out.stride(), alignment_of(out.out),
+        "anyflex_triton.combine", scored, *wanted.values(), out.out.stride(),
+        alignment_of(out.out),
     )  # fmt: skip
 
     def make() -> FixedLaunch:
@@ -276,10 +274,7 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
                 "SPLITS": 16,
                 "UNIT": o_layout.unit,
                 "SCORED": scored,
-                "WANT_LSE": out.lse is not None,
-                "WANT_MAX": out.max_scores is not None,
-                "WANT_REST": rest is not None,
-                "WANT_TOPS": tops is not None,
+                **wanted,
                 "FOLLOWS": made.overlaps,
             },
             overlapping(Options(4, 1), made.overlaps),

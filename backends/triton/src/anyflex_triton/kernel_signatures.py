@@ -67,6 +67,7 @@ __all__ = [
     "output_values",
     "padded",
     "tile_count",
+    "wanted_outputs",
 ]
 
 T = TypeVar("T")
@@ -683,6 +684,15 @@ def output_values(out: Outputs, stand_in: Tensor) -> dict[str, object]:
     return {
         "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, stand_in),
         "lse": or_else(out.lse, stand_in), "max_scores": or_else(out.max_scores, stand_in),
+    }  # fmt: skip
+
+
+def wanted_outputs(out: Outputs) -> dict[str, bool]:
+    """Return the constants of kernels that tell which outputs of forward are wanted."""
+    rest, tops = kept_of(out.saved)
+    return {
+        "WANT_LSE": out.lse is not None, "WANT_MAX": out.max_scores is not None,
+        "WANT_REST": rest is not None, "WANT_TOPS": tops is not None,
     }  # fmt: skip
 
 
