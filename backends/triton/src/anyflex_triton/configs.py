@@ -449,17 +449,12 @@ def fitted(config: Config, kernel: KernelName, block: int, may_have_fewer_warps:
         may_have_fewer_warps: whether the user left the warps to the table.
     """
     kept = config.block_n if kernel == "keys" else config.block_m
-    size = _power_within(kept, block)
-    options = config.options
+    size, options = kept, config.options
+    while size > max(16, block):
+        size //= 2
     if may_have_fewer_warps and size < kept:
         warps = min(options.num_warps, max(config.least_warps, options.num_warps * size // kept))
         options = replace(options, num_warps=warps)
     if kernel == "keys":
         return replace(config, block_n=size, options=options)
     return replace(config, block_m=size, options=options)
-
-
-def _power_within(size: int, limit: int) -> int:
-    while size > 16 and size > limit:
-        size //= 2
-    return size

@@ -337,15 +337,6 @@ class Programs:
     def _allowed(self, name: KernelName, config: Config) -> Config:
         """Return the nearest config with the user's options, and tiles within the mask's
         blocks."""
-        config = self._overridden(name, config)
-        if self.spec.mask_kind == "runs" and name != "decode":
-            block = self.spec.block_size[1 if name == "keys" else 0]
-            warps = _OPTION_NAMES[name][2]
-            config = fitted(config, name, block, warps not in self.overrides)
-        return config
-
-    def _overridden(self, name: KernelName, config: Config) -> Config:
-        """Return the config with the user's options instead of the table's."""
         wanted = self.overrides
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
         config = with_tile(
@@ -358,6 +349,9 @@ class Programs:
         if "grf_mode" in wanted:
             more = {**dict(config.options.more), "grf_mode": wanted["grf_mode"]}
             config = replace(config, options=replace(config.options, more=tuple(more.items())))
+        if self.spec.mask_kind == "runs" and name != "decode":
+            block = self.spec.block_size[1 if name == "keys" else 0]
+            config = fitted(config, name, block, num_warps not in wanted)
         return config
 
     def blame_options(self, direction: Literal["forward", "backward"], error: Any) -> None:
