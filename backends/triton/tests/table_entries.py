@@ -18,10 +18,8 @@ from anyflex_triton.configs import (
     config_for,
 )
 
-__all__ = ["READING", "SOAK", "compiled", "entries", "learning_by_pair", "named", "run"]
+__all__ = ["READING", "compiled", "entries", "learning_by_pair", "named", "run"]
 
-SOAK = os.environ.get("ANYFLEX_SOAK") == "1"
-"""Whether every entry is compiled, as in `make soak`, or a part of them."""
 TOOL = Path(__file__).parents[3] / "bench" / "triton_compiles.py"
 TYPES = ("bfloat16", "float32")
 DIMS = (64, 128, 256)

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import SOAK, compiled, entries, learning_by_pair
+from soak import SOAK
+from table_entries import compiled, entries, learning_by_pair
 
 pytestmark = pytest.mark.skipif(not SOAK, reason="only in make soak: it takes minutes")
 

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from soak import SOAK
 from table_entries import (
     DIMS,
     READING,
-    SOAK,
     TOOL,
     compiled,
     entries,

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import READING, SOAK, compiled, entries, run
+from soak import SOAK
+from table_entries import READING, compiled, entries, run
 
 only_in_soak = pytest.mark.skipif(not SOAK, reason="only in make soak: it takes minutes")
 

@@ -5,10 +5,12 @@ q and k are small integers and the scale is 1/8: all scores are exact, so that t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from soak import SOAK
 from torch import Tensor
 
 import anyflex
@@ -110,9 +112,10 @@ def compared(
         torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("rows", [5, 70])
-@pytest.mark.parametrize("name", NAMES)
+CALLS = list(itertools.product(NAMES, [5, 70], [torch.float32, torch.float16]))
+
+
+@pytest.mark.parametrize(("name", "rows", "dtype"), CALLS[:: 1 if SOAK else 3])
 def test_huge_scores_are_right(name: str, rows: int, dtype: torch.dtype) -> None:
     keys = 600 if rows == 5 else 330
     compared(*tensors(rows, keys, dtype), made(name, rows, keys), 0.125, "cuda.mine")
@@ -143,9 +146,10 @@ def test_a_dead_row_beside_far_ones_stays_dead(rows: int) -> None:
     assert (lse[:, :, others] == LOWEST).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("rows", [5, 70])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "far apart"])
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    [call for call in CALLS if call[0] != "far apart"][:: 1 if SOAK else 3],
+)
 def test_gradients_of_huge_scores_are_right(name: str, rows: int, dtype: torch.dtype) -> None:
     keys = 130
     leaves = [tensor.requires_grad_() for tensor in tensors(rows, keys, dtype)]
