@@ -237,9 +237,9 @@ def random_calls(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_random_calls_of_the_reference_are_right() -> None:
-    done = random_calls("--number", "1", "--number", "4", "--number", "10", "--jobs", "2")
+    done = random_calls("--number", "4", "--number", "10", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 calls, 0 failed, 0 refused" in done.stdout
+    assert "2 calls, 0 failed, 0 refused" in done.stdout
 
 
 def test_random_calls_have_the_type_that_is_named() -> None:
@@ -250,9 +250,6 @@ def test_random_calls_have_the_type_that_is_named() -> None:
         whole = random.case_of(number, "float32")
         assert (whole.dtype, whole.products) == (torch.float32, "highest")
         assert random.case_of(number).dtype in (torch.bfloat16, torch.float16)
-    done = random_calls("--number", "4", "--dtype", "tf32")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 calls, 0 failed, 0 refused" in done.stdout
 
 
 def test_random_calls_have_the_head_dims_that_are_named() -> None:
@@ -261,7 +258,9 @@ def test_random_calls_have_the_head_dims_that_are_named() -> None:
     drawn = [random.case_of(number, None, dims) for number in (4, 5)]
     assert [(case.head_dim, case.value_head_dim) for case in drawn] == [(99, 99), (50, 36)]
     assert drawn[0] == dataclasses.replace(random.case_of(4), head_dim=99, value_head_dim=99)
-    done = random_calls("--number", "4", "--number", "5", "--head-dims", "99,50x36")
+    done = random_calls(
+        "--number", "4", "--number", "5", "--head-dims", "99,50x36", "--dtype", "tf32"
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 calls, 0 failed, 0 refused" in done.stdout
 
