@@ -85,6 +85,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     except SystemExit as exit_:
         # argparse has printed --help, --version or the error already.
         return int(exit_.code or 0)
+    if args.version:
+        # argparse's own action hides that the output can't be written.
+        print(f"anyflex {anyflex.__version__}")
+        return ExitCode.OK
     # Reports say how to repeat them.
     args.given = list(sys.argv[1:] if arguments is None else arguments)
     if args.run is None:
@@ -123,12 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"exit status:\n{exit_code_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"anyflex {anyflex.__version__}",
-        help="print the version and exit",
-    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.set_defaults(run=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
