@@ -45,7 +45,7 @@ def check(expression: Expression, seed: int) -> int:
         found = evaluation.range(position)
         if found is None:
             continue
-        whole = analysis.range(position)
+        whole = analysis.ranges[position]
         low, high, attained = (torch.as_tensor(f).expand(cells.count) for f in found)
         for cell in range(cells.count):
             least, most = low[cell], high[cell]
