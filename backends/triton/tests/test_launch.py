@@ -61,7 +61,7 @@ def pretended(*names: str) -> tuple[list[launch.Launch], list[str]]:
     together = threading.Barrier(len(names))
     programs = [Pretended(name, notes, together) for name in names]
     launches = [
-        launch.Launch(cast(Program, program), 3 + i, launch.FixedArguments({}), {"x": i})
+        launch.FixedLaunch(cast(Program, program), 3 + i, {}).launch({"x": i})
         for i, program in enumerate(programs)
     ]
     return launches, notes

@@ -470,9 +470,7 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
     sums = torch.full((3,), 7.0)
 
     def launch_with(config: Config) -> launch.Launch:
-        return launch.Launch(
-            cast(Program, programs[config]), 1, launch.FixedArguments({}), {}, (sums,)
-        )
+        return launch.FixedLaunch(cast(Program, programs[config]), 1, {}).launch({}, (sums,))
 
     def clock(timed: Callable[[], None]) -> float:
         timed()

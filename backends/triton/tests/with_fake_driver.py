@@ -10,7 +10,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ from anyflex.plugin import PerformanceWarning
 from anyflex_triton import nvidia_launch, triton_launch, warm_up
 from anyflex_triton import program as programs_module
 from anyflex_triton.arguments import Boxes
-from anyflex_triton.launch import FixedArguments
+from anyflex_triton.launch import FixedLaunch
 from anyflex_triton.program import Options, Program
 
 GPU = torch.device("cuda", 1)
@@ -206,11 +205,11 @@ def launched_by_triton(launch_it: Callable[..., None], grid: int, values: dict[s
     assert told == ["record"]
 
 
-def given() -> tuple[FixedArguments, dict[str, Any]]:
-    """Return arguments that are fixed, and a call's values."""
+def given(program: Program, grid: int = 1) -> tuple[FixedLaunch, dict[str, Any]]:
+    """Return a launch with arguments that are fixed, and a call's values."""
     x = torch.zeros(4, 8, dtype=torch.bfloat16)
     tables = (torch.zeros(2), torch.zeros(2, dtype=torch.int8))
-    return FixedArguments(FIXED, {"x_desc": "x", "y_desc": "y"}), {
+    return FixedLaunch(program, grid, FIXED, {"x_desc": "x", "y_desc": "y"}), {
         "x": x, "y": torch.zeros(5, 6, 64, dtype=torch.float16), "tables": tables, "none": (),
         "scale": 0.1, "floats": (1, -1e300), "shifts": (-1, 0, 7, 1 << 30), "wide": -3,
         "another kernel's": 3,
@@ -220,17 +219,18 @@ def given() -> tuple[FixedArguments, dict[str, Any]]:
 def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
     """The first launch has any shape; later ones write only a call's own values."""
     program = compiled()
-    fixed, _ = given()
+    fixed, _ = given(program)
     seen: list[tuple[Any, ...]] = []
     for grid, more in (
         (3, {}),
         (3, {}),
         (4, {"scale": 2, "wide": 1 << 62, "shifts": (4, 3, 2, 1)}),
     ):
-        _, others = given()
+        _, others = given(program)
         others.update(more)
         fake.forget()
-        fixed.launch(program, grid, GPU, others)
+        fixed.grid = grid
+        fixed.run(GPU, others)
         seen.append(last())
         assert seen[-1][:4] == (grid, 128, 1234, 71) and len(seen[-1][4]) == sum(SIZES)
         assert len(made_by_triton) == min(1, len(seen) - 1), "it is made for a hook alone"
@@ -238,18 +238,18 @@ def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
         launched_by_triton(program.launch, grid, fixed.together(others))
         assert last() == seen[-1]
     assert len(made_by_triton) == 1
-    assert isinstance(fixed._launchers[program], nvidia_launch.Launcher)
+    assert isinstance(fixed._launchers[0], nvidia_launch.Launcher)
 
 
 def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_another() -> None:
     program = compiled()
-    fixed, values = given()
+    fixed, values = given(program, 3)
     others = {**FIXED, "strides": (7, 1 << 40), "count": 5, "x_desc": ([2, 8], [16, 1], [1, 8])}
-    other = FixedArguments(others, {"x_desc": "x", "y_desc": "y"})
+    other = FixedLaunch(program, 3, others, {"x_desc": "x", "y_desc": "y"})
     seen = []
     for each in (fixed, other) * 3:
         fake.forget()
-        each.launch(program, 3, GPU, values)
+        each.run(GPU, values)
         seen.append(last())
         fake.forget()
         launched_by_triton(program.launch, 3, each.together(values))
@@ -259,9 +259,9 @@ def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_anothe
 
 def test_no_launcher_of_tritons_is_made_for_a_launch() -> None:
     program = compiled()
-    fixed, values = given()
+    fixed, values = given(program)
     for _ in range(3):
-        fixed.launch(program, 1, GPU, values)
+        fixed.run(GPU, values)
     assert launches() == 3 and not made_by_triton
     assert programs_module.driver.active.launcher_cls is Launchers
 
@@ -295,7 +295,7 @@ def test_where_nothing_is_fixed_a_call_gives_all() -> None:
     program = program_of(types, [8, 8, 4, 4, 8, 8], tensordesc_meta=[])
     for out in (torch.zeros(4), torch.zeros(4)):
         values = {"out": out, "sizes": (5, -6), "count": 7, "another's": None}
-        FixedArguments({}).launch(program, 2, GPU, values)
+        FixedLaunch(program, 2, {}).run(GPU, values)
         expected = struct.pack("<QqiiQQ", out.data_ptr(), 5, -6, 7, 0, 0)
         assert last() == (2, 128, 1234, 71, expected)
     assert not made_by_triton
@@ -303,53 +303,55 @@ def test_where_nothing_is_fixed_a_call_gives_all() -> None:
 
 def test_a_descriptor_that_the_driver_refuses_raises() -> None:
     program = compiled()
-    _, values = given()
+    _, values = given(program)
     for wrong in ([1 << 32, 8], [4, "8"], 8):
-        fixed = FixedArguments({**FIXED, "x_desc": (wrong, [8, 1], [1, 8])}, {"x_desc": "x"})
+        others = {**FIXED, "x_desc": (wrong, [8, 1], [1, 8])}
+        fixed = FixedLaunch(program, 1, others, {"x_desc": "x"})
         with pytest.raises((struct.error, TypeError)):
-            fixed.launch(program, 1, GPU, values)
+            fixed.run(GPU, values)
     assert launches() == 0
 
 
 def test_a_threads_first_launch_makes_its_context() -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     for count in (2, 3):
         # The second time its context was taken away.
         fake.set_context(0)
-        fixed.launch(program, 1, GPU, values)
+        fixed.run(GPU, values)
         assert launches() == count
 
 
 def test_a_thread_that_gets_no_context_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     fake.set_context(0)
     with pytest.raises(RuntimeError, match="context on cuda:1"):
-        fixed.launch(program, 1, GPU, values)
+        fixed.run(GPU, values)
     assert launches() == 1
 
 
 def test_a_grid_of_none_launches_nothing() -> None:
     program = compiled()
-    fixed, values = given()
+    fixed, values = given(program, 0)
     for _ in range(2):
-        fixed.launch(program, 0, GPU, values)
+        fixed.run(GPU, values)
     assert launches() == 0
+    fixed.grid = (1 << 32) + 5
     with pytest.raises(OverflowError, match="4294967301 programs"):
-        fixed.launch(program, (1 << 32) + 5, GPU, values)
+        fixed.run(GPU, values)
 
 
 def test_a_profilers_hook_is_told_of_later_launches_too() -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     launched_by_triton(program.launch, 1, fixed.together(values))
-    launched_by_triton(partial(fixed.launch, program), 1, values)
-    fixed.launch(program, 1, GPU, values)
+    launched_by_triton(lambda grid, *given: fixed.run(*given), 1, values)
+    fixed.run(GPU, values)
     assert launches() == 4
 
 
@@ -369,11 +371,11 @@ def test_a_launch_that_is_not_known_is_left_to_triton(
         programs_module, "launch_kernel", lambda *given: launched.append(given[-1])
     )
     program = compiled(**metadata)
-    fixed, values = given()
+    fixed, values = given(program)
     for _ in range(2):
-        fixed.launch(program, 1, GPU, values)
+        fixed.run(GPU, values)
     assert launches() == 0 and len(launched) == 2
-    assert fixed._launchers == {program: None} and len(made_by_triton) == 1
+    assert fixed._launchers == [None] and len(made_by_triton) == 1
     places = [program.order.index(name) for name in ("x_desc", "x")]
     for x_desc, x in ([arguments[place] for place in places] for arguments in launched):
         assert isinstance(x_desc, Boxes) and x_desc.base is x
@@ -382,17 +384,17 @@ def test_a_launch_that_is_not_known_is_left_to_triton(
 def test_another_version_of_triton_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia_launch, "IS_KNOWN", False)
     program = compiled()
-    fixed, values = given()
+    fixed, values = given(program)
     for _ in range(2):
-        fixed.launch(program, 1, GPU, values)
-    assert fixed._launchers == {program: None} and launches() == 2
+        fixed.run(GPU, values)
+    assert fixed._launchers == [None] and launches() == 2
 
 
 def test_a_kernel_may_begin_before_the_launch_before_it_ends() -> None:
-    fixed, values = given()
     for program, overlaps in ((compiled(launch_pdl=True), 1), (compiled(), 0)):
+        fixed, values = given(program)
         for _ in range(2):
-            fixed.launch(program, 1, GPU, values)
+            fixed.run(GPU, values)
             assert fake.last_launch().contents.overlaps == overlaps
     assert launches() == 4
 
@@ -411,12 +413,12 @@ def test_without_a_compiler_triton_launches_and_a_warning_says_so(
         return Launchers(*given)
 
     programs_module.driver.active.launcher_cls = make
-    fixed, values = given()
     with pytest.warns(PerformanceWarning, match="C compiler"):
         program = compiled()
+    fixed, values = given(program)
     for _ in range(2):
-        fixed.launch(program, 1, GPU, values)
-    assert fixed._launchers == {program: None} and launches() == 2
+        fixed.run(GPU, values)
+    assert fixed._launchers == [None] and launches() == 2
 
 
 @pytest.mark.parametrize(
@@ -435,23 +437,23 @@ def test_what_is_no_value_is_refused_before_a_launch(
     change: dict[str, Any], raised: type[Exception], message: str
 ) -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     with pytest.raises(raised, match=message):
-        fixed.launch(program, 1, GPU, {**values, **change})
+        fixed.run(GPU, {**values, **change})
     for name in ("x", "scale", "tables"):
         with pytest.raises(KeyError, match=name):
-            fixed.launch(program, 1, GPU, {n: v for n, v in values.items() if n != name})
+            fixed.run(GPU, {n: v for n, v in values.items() if n != name})
     assert launches() == 1
 
 
 def test_a_failing_launch_says_what_the_driver_says() -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     fake.set_status(701)
     with pytest.raises(RuntimeError, match="launching a kernel: CUDA error 701, too many"):
-        fixed.launch(program, 1, GPU, values)
+        fixed.run(GPU, values)
 
 
 @pytest.mark.parametrize("place", [0, 1, len(SIZES) - 1])
@@ -460,19 +462,19 @@ def test_parameters_of_other_sizes_are_noticed(place: int) -> None:
     sizes = list(SIZES)
     sizes[place] *= 2
     for wrong in (sizes, SIZES[:-1]):
-        fixed, values = given()
+        fixed, values = given(compiled(wrong))
         with pytest.raises(RuntimeError, match="parameter"):
-            fixed.launch(compiled(wrong), 1, GPU, values)
+            fixed.run(GPU, values)
 
 
 def test_nothing_of_a_call_is_kept() -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     gone = weakref.ref(values["y"])
     counts = [sys.getrefcount(values[name]) for name in ("x", "tables", "scale")]
     for _ in range(100):
-        fixed.launch(program, 1, GPU, values)
+        fixed.run(GPU, values)
     assert counts == [sys.getrefcount(values[name]) for name in ("x", "tables", "scale")]
     del values
     gc.collect()
@@ -481,15 +483,15 @@ def test_nothing_of_a_call_is_kept() -> None:
 
 def test_threads_launch_the_same_kernel() -> None:
     program = compiled()
-    fixed, values = given()
-    fixed.launch(program, 1, GPU, values)
+    fixed, values = given(program)
+    fixed.run(GPU, values)
     before = launches()
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
             for _ in range(200):
-                fixed.launch(program, 1, GPU, values)
+                fixed.run(GPU, values)
         except BaseException as error:
             failures.append(error)
             raise

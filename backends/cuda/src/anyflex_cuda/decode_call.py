@@ -18,7 +18,6 @@ from anyflex_cuda.gluon_launch import boxes_of, descriptor_type
 from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
 from anyflex_triton.building import (
     BYTES,
-    FixedArguments,
     FixedLaunch,
     Mods,
     Options,
@@ -307,7 +306,7 @@ def launch_decode(
         unit = o_layout.unit
         fixed = {**fit.fixed, "o_strides": o_layout.strides}
         program = decode_program(made, tiles, fit.plan, mods, fit.adds, unit, wanted)
-        main = FixedLaunch(program, fit.programs, FixedArguments(fixed, DESCRIBED))
+        main = FixedLaunch(program, fit.programs, fixed, DESCRIBED)
         found = [main] if fit.adds else [main, _sums(portable, fit, unit, mods, wanted, fixed)]
         if call.mask is not None:
             constants = {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n}

@@ -18,7 +18,7 @@ from anyflex_cuda.gluon_launch import boxes_of, descriptor_type, has_boxes, is_b
 from anyflex_cuda.kernel_arguments import ROW_STRIDES
 from anyflex_cuda.tile_order import tile_order
 from anyflex_triton.building import (
-    FixedArguments,
+    FixedLaunch,
     Mods,
     NeededNext,
     Options,
@@ -299,23 +299,21 @@ class Fit(NamedTuple):
     """Launch parameters that follow from a call's shapes and strides alone.
 
     Args:
-        programs: number of programs that share the tiles of all heads.
         block_m: query rows of a tile.
         workspace: the counter of tiles, or nothing.
         even: as in `boxed_program`.
-        fixed: returns arguments of the kernel, given the strides of out and, if it is there, of
-            rest.
-        ready: program and fixed arguments of such calls so far, by their mods, wanted outputs and
-            strides. With the portable kernels' cache (`Programs.kept`) and launch instead, a small
-            call took the host 2 to 3 us more than the 23 it takes.
+        fixed: returns the launch, given the program and the strides of out and, if it is there,
+            of rest.
+        ready: launches of such calls so far, by their mods, wanted outputs and strides. With the
+            portable kernels' cache (`Programs.kept`) and launch instead, a small call took the
+            host 2 to 3 us more than the 23 it takes.
     """
 
-    programs: int
     block_m: int
     workspace: tuple[TensorSpec, ...]
     even: bool
-    fixed: Callable[[Lengths, Lengths | None], FixedArguments]
-    ready: dict[object, tuple[Program, FixedArguments]]
+    fixed: Callable[[Program, Lengths, Lengths | None], FixedLaunch]
+    ready: dict[object, FixedLaunch]
 
 
 def boxed_layouts(call: Call) -> dict[str, tuple[Lengths, Lengths]] | None:
@@ -355,14 +353,13 @@ def fit_of(
     }
     shape = (batch, heads, length, call.value.shape[3])
 
-    def fixed(strides: Lengths, rest_strides: Lengths | None) -> FixedArguments:
+    def fixed(program: Program, strides: Lengths, rest_strides: Lengths | None) -> FixedLaunch:
         outs = {"out": (shape, strides)}
         if rest_strides is not None:
             outs["rest"] = (shape, rest_strides)
-        return FixedArguments({**values, **_boxed(outs, size, boxes)}, DESCRIBED)
+        return FixedLaunch(program, programs, {**values, **_boxed(outs, size, boxes)}, DESCRIBED)
 
     return Fit(
-        programs,
         block_m,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
@@ -434,12 +431,11 @@ def launch_boxed(
     strides = result.stride()
     key = (mods.key, out.lse is None, out.max_scores is None, strides, rest_strides)
     ready = fit.ready.get(key)
-    program, fixed = ready or (program_of(mods), fit.fixed(strides, rest_strides))
-    fixed.launch(program, fit.programs, query.device, values)
     if ready is None:
         if len(fit.ready) >= OUTS:
             fit.ready.clear()
-        fit.ready[key] = program, fixed
+        ready = fit.ready[key] = fit.fixed(program_of(mods), strides, rest_strides)
+    ready.run(query.device, values)
 
 
 @lru_cache

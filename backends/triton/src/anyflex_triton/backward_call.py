@@ -349,20 +349,16 @@ def total_launches(
         parts: as in `kept_launch`.
     """
 
-    make = partial(
-        made.fixed_launch, backward.total_kernel, 1, {"BLOCK": _TOTALS_BLOCK}, Options(4, 1), {}
-    )
-    part = kept_launch(parts, "totals", make)
+    def launch(count: int) -> FixedLaunch:
+        constants, fixed = {"BLOCK": _TOTALS_BLOCK}, {"count": count}
+        programs = -(-count // _TOTALS_BLOCK)
+        return made.fixed_launch(backward.total_kernel, programs, constants, Options(4, 1), fixed)
+
     return [
-        Launch(
-            part.program,
-            -(-total.numel() // _TOTALS_BLOCK),
-            part.fixed,
-            {
-                "total": total, "integers": integers[i], "largest": integers[i + len(totals)],
-                "counts": integers[i + 2 * len(totals)], "count": total.numel(),
-            },
-        )
+        kept_launch(parts, ("totals", total.numel()), partial(launch, total.numel())).launch({
+            "total": total, "integers": integers[i], "largest": integers[i + len(totals)],
+            "counts": integers[i + 2 * len(totals)],
+        })
         for i, total in enumerate(totals)
         if total.numel()
     ]  # fmt: skip

@@ -7,7 +7,7 @@ Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the 
                        `mask_rows`, a block mask's runs; `Arguments` and `types_of` describe a
                        kernel's parameters; `padded`
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
-Launches               `Launch`, `FixedLaunch`, `FixedArguments`, `launch_all`; `compile_with_next`
+Launches               `Launch`, `FixedLaunch`, `launch_all`; `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
 Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
 Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`
@@ -53,7 +53,7 @@ from anyflex_triton.kernel_signatures import (
     padded,
     wanted_outputs,
 )
-from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch, launch_all
+from anyflex_triton.launch import FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows, with_rows
 from anyflex_triton.mods import (
     IMPORTED_OPERATIONS,
@@ -72,7 +72,6 @@ __all__ = [
     "Arguments",
     "Boxes",
     "CompiledFiles",
-    "FixedArguments",
     "FixedLaunch",
     "KernelInputs",
     "Launch",

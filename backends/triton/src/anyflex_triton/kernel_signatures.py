@@ -36,7 +36,7 @@ from anyflex_triton.configs import (
 from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.forward import plain_score
 from anyflex_triton.kernel_arguments import ARGUMENTS, ELEMENTS, types_of
-from anyflex_triton.launch import FixedArguments, FixedLaunch, Launch
+from anyflex_triton.launch import FixedLaunch, Launch
 from anyflex_triton.lowering import cap_factors, direct_reads
 from anyflex_triton.mods import (
     Sums,
@@ -506,7 +506,7 @@ class Programs:
 
         Args:
             programs: size of the grid.
-            fixed, described: as in `FixedArguments`; the strides of `layouts` are added. `Boxes`
+            fixed, described: as in `FixedLaunch`; the strides of `layouts` are added. `Boxes`
                 decide their types.
         """
         boxes = {name: each for name, each in fixed.items() if isinstance(each, Boxes)}
@@ -514,7 +514,7 @@ class Programs:
         types = {**of_boxes, **(types or {})}
         made = self.program(function, constants, options, layouts, types, aligned)
         strides = {_STRIDES[name]: layout.strides for name, layout in (layouts or {}).items()}
-        return FixedLaunch(made, programs, FixedArguments({**strides, **fixed}, described))
+        return FixedLaunch(made, programs, {**strides, **fixed}, described)
 
     def describer(self, *tensors: Tensor) -> Describer | None:
         """Return the side that can make descriptors that speed up these tensors' loads, or

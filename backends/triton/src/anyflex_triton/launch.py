@@ -1,7 +1,7 @@
 """Launches: a program with the arguments of one call.
 
-A kernel's `forward` reaches the driver by `launch_all` -> `Launch.run` -> `FixedArguments.launch`
--> the launcher in C (`nvidia_launch.Launcher`). Kernels that this launcher doesn't take go by
+A kernel's `forward` reaches the driver by `launch_all` -> `Launch.run` -> `FixedLaunch.run` ->
+the launcher in C (`nvidia_launch.Launcher`). Kernels that this launcher doesn't take go by
 `Program.launch`, to Triton's own launcher or its interpreter.
 """
 
@@ -23,7 +23,6 @@ from anyflex_triton.program import INTERPRETED, Program
 from anyflex_triton.triton_launch import hooked
 
 __all__ = [
-    "FixedArguments",
     "FixedLaunch",
     "Launch",
     "begin_compiling",
@@ -34,22 +33,30 @@ __all__ = [
 ]
 
 
-class FixedArguments:
-    """Arguments that calls of one shape on one device share, laid out once. Thread-safe.
+class FixedLaunch:
+    """A program with the arguments that calls of one shape on one device share, laid out once.
+    Thread-safe.
 
     Triton's launcher packs its arguments and encodes each descriptor at each launch, which was 11
     of the 35 us of host time of an attention call. The launcher in C writes only a call's own
     arguments over those that were laid out before.
 
     Args:
+        program, grid: what runs, in how many programs.
         values: arguments by name, all descriptors among them, as `Boxes` or as the arguments of
             `Boxes` without the base. Tensors are left out.
         described: name of a descriptor -> name of its tensor, where they differ.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], described: Mapping[str, str] | None = None
+        self,
+        program: Program,
+        grid: int,
+        values: Mapping[str, Any],
+        described: Mapping[str, str] | None = None,
     ) -> None:
+        self.program = program
+        self.grid = grid
         self.values = {
             name: (value.shape, value.strides, value.block_shape)
             if isinstance(value, Boxes)
@@ -58,25 +65,27 @@ class FixedArguments:
             if not isinstance(value, Tensor)
         }
         self._described = described or {}
-        self._launchers: dict[Program, Launcher | None] = {}
+        self._launchers: list[Launcher | None] = []
 
-    def launch(
-        self, program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
-    ) -> None:
-        """Run `grid` programs on the current stream of the current device.
+    def launch(self, values: Mapping[str, object], sums: Sequence[Tensor] = ()) -> Launch:
+        """Return the launch with a call's values."""
+        return Launch(self, values, sums)
+
+    def run(self, device: torch.device, values: Mapping[str, Any]) -> None:
+        """Run the program on the current stream of the current device.
 
         Args:
             values: all other arguments that aren't constants, and possibly more; for a descriptor
                 the tensor, under the tensor's name.
         """
-        if program not in self._launchers:
-            launcher = program.launcher(device, self.values, self._described, values)
-            self._launchers[program] = launcher
-        launcher = self._launchers[program]
+        if not self._launchers:
+            launcher = self.program.launcher(device, self.values, self._described, values)
+            self._launchers.append(launcher)
+        launcher = self._launchers[0]
         if launcher is None or hooked():
-            program.launch(grid, device, self.together(values))
+            self.program.launch(self.grid, device, self.together(values))
         else:
-            launcher.launch(grid, device, values)
+            launcher.launch(self.grid, device, values)
 
     def together(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a launch, including a call's values."""
@@ -89,35 +98,25 @@ class FixedArguments:
 
 
 class Launch(NamedTuple):
-    """A program with its grid and arguments.
+    """A launch with a call's values.
 
     Args:
-        fixed, values: as in `FixedArguments.launch`.
+        values: as in `FixedLaunch.run`.
         sums: tensors that are added to and hold zeros before; others are overwritten.
     """
 
-    program: Program
-    grid: int
-    fixed: FixedArguments
+    fixed: FixedLaunch
     values: Mapping[str, object]
     sums: Sequence[Tensor] = ()
 
+    @property
+    def program(self) -> Program:
+        """The program that runs."""
+        return self.fixed.program
+
     def run(self, device: torch.device) -> None:
         """Run the program on the current stream of the current device."""
-        self.fixed.launch(self.program, self.grid, device, self.values)
-
-
-class FixedLaunch(NamedTuple):
-    """Common part of the launches of calls whose tensors have the same shapes, strides and
-    alignment."""
-
-    program: Program
-    grid: int
-    fixed: FixedArguments
-
-    def launch(self, values: Mapping[str, object], sums: Sequence[Tensor] = ()) -> Launch:
-        """Return the launch with a call's values."""
-        return Launch(self.program, self.grid, self.fixed, values, sums)
+        self.fixed.run(device, self.values)
 
 
 def kept_launch(

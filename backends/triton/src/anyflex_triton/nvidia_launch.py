@@ -181,7 +181,7 @@ class Parameters:
         metadata: the compiler's.
         fixed: names of the arguments that a launcher is made with, all descriptors among them. A
             call gives the others.
-        described: as in `FixedArguments`.
+        described: as in `FixedLaunch`.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Parameters:
         Args:
             function: result of `load_kernel`.
             metadata: the compiler's.
-            fixed: as in `FixedArguments`.
+            fixed: as in `FixedLaunch`.
             values: a call's, for the tensors of descriptors.
 
         Raises:

@@ -240,7 +240,7 @@ class Program:
         launcher or its interpreter is used. Compiles for the current device, if need be.
 
         Args:
-            fixed, described: as in `FixedArguments`.
+            fixed, described: as in `FixedLaunch`.
             values: a call's, for the tensors of descriptors.
         """
         # CPU tensors stand in for an absent device's, or are interpreted.
