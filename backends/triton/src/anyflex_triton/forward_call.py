@@ -141,15 +141,15 @@ def _prefill_launch(
     made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config
 ) -> Launch:
     result = out.out
-    rest, _ = kept_of(out.saved)
-    wanted = wanted_outputs(out)
+    rest, tops = kept_of(out.saved)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
     tensors = call.query, call.key, call.value, result, or_else(rest, result)
     key = (
         "anyflex_triton.prefill", config, mods.key, even,
-        None if rows is None else rows.block_size, *wanted.values(), result.stride(),
-        tensors[4].stride(), *map(alignment_of, tensors),
+        None if rows is None else rows.block_size, out.lse is None, out.max_scores is None,
+        rest is None, tops is None, result.stride(), tensors[4].stride(),
+        *map(alignment_of, tensors),
     )  # fmt: skip
 
     def make() -> FixedLaunch:
@@ -171,7 +171,7 @@ def _prefill_launch(
                 **mods.reading(),
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
-                **wanted,
+                **wanted_outputs(out),
                 "DESCRIBED": described,
                 "BESIDE": beside(described, call.key, call.value),
                 "MASK_READS": made.mask_reads_pairs,
@@ -186,7 +186,8 @@ def _prefill_launch(
             layouts,
         )
 
-    values = {**made.common_values(call, rows), **output_values(out, result)}
+    values = made.common_values(call, rows)
+    values.update(output_values(out, result))
     values["query"], values["key"], values["value"] = tensors[:3]
     values["key_rows"], values["value_rows"] = call.key, call.value
     return made.kept(call, key, make).launch(values)
@@ -249,11 +250,11 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
     """Return the launch that combines the splits' results."""
-    wanted = wanted_outputs(out)
+    rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
     key = (
-        "anyflex_triton.combine", scored, *wanted.values(), out.out.stride(),
-        alignment_of(out.out),
+        "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
+        rest is None, tops is None, out.out.stride(), alignment_of(out.out),
     )  # fmt: skip
 
     def make() -> FixedLaunch:
@@ -274,7 +275,7 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
                 "SPLITS": 16,
                 "UNIT": o_layout.unit,
                 "SCORED": scored,
-                **wanted,
+                **wanted_outputs(out),
                 "FOLLOWS": made.overlaps,
             },
             overlapping(Options(4, 1), made.overlaps),

@@ -546,20 +546,23 @@ class Programs:
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
         """Return the arguments of mods, and the rows of a mask or their stand-ins."""
         types = self.types
-        if rows is None:
-            rows = MaskRows(call.query, call.query, call.query, (0, 0), (0, 0))
         tables, ints = call.captured, call.ints
         if tables:
             sizes = [number for t in tables for number in (*t.shape, *t.stride())]
             tables, ints = without_bools(tables), (*sizes, *ints)
-        return {
+        values: dict[str, object] = {
             "tables": tables,
             "ints": ints[: len(types["ints"])],
             "floats": call.floats[: len(types["floats"])],
             "shifts": call.index_offsets,
             "scale": call.scale,
-            **rows.values(),
         }
+        if rows is None:
+            values["offsets"] = values["ends"] = values["runs"] = call.query
+            values["mask_strides"] = (0, 0)
+        else:
+            values.update(rows.values())
+        return values
 
     def is_even(
         self,
@@ -674,11 +677,13 @@ def output_values(out: Outputs, stand_in: Tensor) -> dict[str, object]:
     Args:
         stand_in: float32's, for outputs that aren't wanted.
     """
-    rest, tops = kept_of(out.saved)
     return {
-        "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, stand_in),
-        "lse": or_else(out.lse, stand_in), "max_scores": or_else(out.max_scores, stand_in),
-    }  # fmt: skip
+        "out": out.out,
+        "rest": out.saved[0] if len(out.saved) == 2 else out.out,
+        "tops": out.saved[-1] if out.saved else stand_in,
+        "lse": stand_in if out.lse is None else out.lse,
+        "max_scores": stand_in if out.max_scores is None else out.max_scores,
+    }
 
 
 def wanted_outputs(out: Outputs) -> dict[str, bool]:
