@@ -675,7 +675,7 @@ def output_values(out: Outputs, stand_in: Tensor) -> dict[str, object]:
     """Return forward's outputs as arguments of kernels.
 
     Args:
-        stand_in: float32's, for outputs that aren't wanted.
+        stand_in: any tensor of the device, for outputs that aren't wanted.
     """
     return {
         "out": out.out,
