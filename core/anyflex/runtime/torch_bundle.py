@@ -59,7 +59,16 @@ class AnyflexArtifact(_Artifact):  # type: ignore[misc]
         return hash((self.key, self._given))
 
     def populate_cache(self) -> None:
-        _restore(self.key, self.content)
+        """Put the artifact into the cache. A failure is one log line: an exception would keep
+        torch from the rest of the bundle."""
+        try:
+            from anyflex.runtime.cache_archive import restore
+            from anyflex.runtime.disk_cache import store
+
+            restore(store(), self.key, self.content)
+        # A warning may have been made an exception.
+        except Exception as error:  # noqa: BLE001
+            _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", self.key, error)
 
     @staticmethod
     def type() -> str:
@@ -75,19 +84,6 @@ def _file_of(member: str) -> bytes:
         _log.warning("artifact %s is gone from the cache: the bundle lacks it", member)
         return b""
     return file
-
-
-def _restore(member: str, file: bytes) -> None:
-    """Put an artifact of a bundle into the cache. A failure is one log line: an exception would
-    keep torch from the rest of the bundle."""
-    try:
-        from anyflex.runtime.cache_archive import restore
-        from anyflex.runtime.disk_cache import store
-
-        restore(store(), member, file)
-    # A warning may have been made an exception.
-    except Exception as error:  # noqa: BLE001
-        _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", member, error)
 
 
 # A second `register` asserts: this module was loaded again, and the first one's class serves.
