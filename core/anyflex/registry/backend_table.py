@@ -142,12 +142,9 @@ class Table:
         for entry in incompatible:
             # A plugin may offer a name for this contract and for another.
             table.setdefault(entry.name, entry)
-        reference = Entry(
+        reference = self._by_name.get(REFERENCE) or Entry(
             REFERENCE, self._reference, package="anyflex", version=VERSION, device_type="*"
         )
-        old = self._by_name.get(REFERENCE)
-        if old is not None:
-            reference = old
         reference.blocked = blocked_state(reference)
         table[REFERENCE] = reference
         self._by_name = table
