@@ -17,20 +17,21 @@ from anyflex_cpu.llvm_text import LANES, WIDTHS, Emitter, Value
 from anyflex_cpu.narrow_floats_ir import from_memory
 
 __all__ = [
+    "MEMORY_TYPES",
     "Index",
     "Table",
     "bounded",
     "decode",
+    "element_offset",
     "field",
     "first_indices",
     "gather",
-    "memory_type",
     "open_table",
     "read",
     "tile_field",
 ]
 
-_MEMORY = {
+MEMORY_TYPES = {
     torch.bool: "i8",
     torch.uint8: "i8",
     torch.int8: "i8",
@@ -42,13 +43,10 @@ _MEMORY = {
     torch.float32: "float",
     torch.float64: "double",
 }
+"""Type of an element in memory."""
+
 _ZERO = "@af.zero"
 _STRIDE = ctypes.sizeof(structs.Captured)
-
-
-def memory_type(dtype: torch.dtype) -> str:
-    """The type of an element in memory."""
-    return _MEMORY[dtype]
 
 
 class Table(NamedTuple):
@@ -129,23 +127,29 @@ def bounded(e: Emitter, index: Index, size: Value, last: Value) -> tuple[Value, 
     return e.intrinsic("smax", e.intrinsic("smin", wrapped, last), zero), outside
 
 
+def element_offset(e: Emitter, table: Table, dim: int, index: Index) -> tuple[Value, Value]:
+    """(what one index adds to the element's offset, i64, whether it was outside); of one lane."""
+    wide = index._replace(value=e.resize(index.value, "i64", signed=index.signed))
+    place, outside = bounded(e, wide, table.sizes[dim], table.lasts[dim])
+    return e.mul(place, table.strides[dim]), outside
+
+
 def read(e: Emitter, table: Table, indices: Sequence[Index]) -> tuple[Value, list[Value]]:
     """(element, for each dimension whether the index was outside); of one lane."""
     offset = e.constant("i64", 0)
     beyond = []
-    for i, index in enumerate(indices):
-        wide = index._replace(value=e.resize(index.value, "i64", signed=index.signed))
-        place, outside = bounded(e, wide, table.sizes[i], table.lasts[i])
-        offset = e.add(offset, e.mul(place, table.strides[i]))
+    for dim, index in enumerate(indices):
+        share, outside = element_offset(e, table, dim, index)
+        offset = e.add(offset, share)
         beyond.append(outside)
-    type_ = memory_type(table.dtype)
+    type_ = MEMORY_TYPES[table.dtype]
     raw = e.load(e.address(table.data, type_, offset), type_, WIDTHS[type_] // 8)
     return decode(e, raw, table.dtype), beyond
 
 
 def gather(e: Emitter, table: Table, offset: Value) -> Value:
     """Raw elements at `offset` elements from the base; of `LANES` lanes."""
-    type_ = memory_type(table.dtype)
+    type_ = MEMORY_TYPES[table.dtype]
     pointers = e.put(f"getelementptr {type_}, ptr {table.data}, {offset}", "ptr")
     suffix = {"float": "f32", "double": "f64"}.get(type_, type_)
     name = f"llvm.masked.gather.v{LANES}{suffix}.v{LANES}p0"

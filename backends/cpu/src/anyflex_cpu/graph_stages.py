@@ -53,10 +53,11 @@ class Stages:
         self.needed = self._reached(self.roots)
         self.streams: dict[int, tuple[int, int]] = {}
         for position in self.needed:
-            found = self._stream(position)
-            if found is not None:
-                self.streams[position] = found
-        self.strips = self._kept()
+            if nodes[position].operation == "load" and self.of[position] == PAIR:
+                found = self.moving_index(nodes[position].arguments)
+                if found is not None:
+                    self.streams[position] = found
+        self.strips = sorted(root for root in self.column_roots() if self._costly[root])
 
     def _reached(self, roots: Iterable[int]) -> list[int]:
         needed = set(roots)
@@ -65,23 +66,19 @@ class Stages:
                 needed.update(self.nodes[position].arguments)
         return sorted(needed)
 
+    def _read_by(self, position: int) -> list[int]:
+        """A node's arguments. A stream follows its index without computing it for each column."""
+        skipped = self.streams.get(position, (None, 0))[0]
+        arguments = self.nodes[position].arguments
+        return [argument for which, argument in enumerate(arguments) if which != skipped]
+
     def column_roots(self) -> set[int]:
         """COLUMN nodes that pairs, or the results, read."""
-        found = {root for root in self.roots if self.of[root] == COLUMN}
+        read = set(self.roots)
         for position in self.needed:
             if self.of[position] == PAIR:
-                node = self.nodes[position]
-                skipped = self.streams.get(position)
-                for which, argument in enumerate(node.arguments):
-                    # A stream follows its index without computing it for each column.
-                    if skipped is not None and which == skipped[0]:
-                        continue
-                    if self.of[argument] == COLUMN:
-                        found.add(argument)
-        return found
-
-    def _kept(self) -> list[int]:
-        return sorted(root for root in self.column_roots() if self._costly[root])
+                read.update(self._read_by(position))
+        return {position for position in read if self.of[position] == COLUMN}
 
     def columns_for(self, roots: Iterable[int]) -> list[int]:
         """The COLUMN nodes that `roots` need, in order."""
@@ -91,19 +88,13 @@ class Stages:
         """Nodes that are computed in the innermost loop, in order: PAIR nodes, and COLUMN nodes
         that aren't kept."""
         wanted: set[int] = set()
-        stack = [root for root in self.roots if self.of[root] in (PAIR, COLUMN)]
-        strips = set(self.strips)
+        stack = list(self.roots)
         while stack:
             position = stack.pop()
-            if position in wanted or position in strips:
-                continue
-            if self.of[position] in (TILE, ROW):
-                continue
-            wanted.add(position)
-            skipped = self.streams.get(position)
-            for which, argument in enumerate(self.nodes[position].arguments):
-                if skipped is None or which != skipped[0]:
-                    stack.append(argument)
+            fixed = self.of[position] in (TILE, ROW) or position in self.strips
+            if not fixed and position not in wanted:
+                wanted.add(position)
+                stack += self._read_by(position)
         return sorted(wanted)
 
     def step(self, position: int) -> int | None:
@@ -120,20 +111,13 @@ class Stages:
             source = self.nodes[node.arguments[0]].dtype
             wide = not source.is_floating_point and source.itemsize >= 4 <= node.dtype.itemsize
             return steps[0] if wide else None
-        total = 0
-        for sign, step in zip(
-            (-1,) if node.operation == "neg" else (1, _SECOND[node.operation]), steps, strict=True
-        ):
-            if step is None:
-                return None
-            total += sign * step
-        return total if total in (0, 1, -1) else None
-
-    def _stream(self, position: int) -> tuple[int, int] | None:
-        node = self.nodes[position]
-        if node.operation != "load" or self.of[position] != PAIR:
+        known = [step for step in steps if step is not None]
+        if len(known) < len(steps):
             return None
-        return self.moving_index(node.arguments)
+        if node.operation != "add":
+            known[-1] = -known[-1]
+        total = sum(known)
+        return total if total in (0, 1, -1) else None
 
     def moving_index(self, indices: Sequence[int]) -> tuple[int, int] | None:
         """(which, step) if all indices but one are fixed in a row and that one moves by 1."""
@@ -142,6 +126,3 @@ class Stages:
             return None
         step = self.step(indices[moving[0]])
         return (moving[0], step) if step else None
-
-
-_SECOND = {"add": 1, "sub": -1}

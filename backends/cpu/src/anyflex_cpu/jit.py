@@ -23,7 +23,7 @@ __all__ = ["Mods", "NativeFunction", "TooLong", "compile_mods"]
 _CALLED = ("af_find_read_outside", "af_add_lanes", "af_add_strip", "af_power")
 """Functions of the native library that the code may call."""
 
-_FORMAT = 6
+_FORMAT = 7
 """Format of the generated code: bumped when the same graph and llvmlite give other code."""
 
 

@@ -15,29 +15,15 @@ import torch
 
 from anyflex.plugin import IntegerRange, Lowering, Node
 from anyflex_cpu import elementary_ir as elementary
+from anyflex_cpu.captured_ir import MEMORY_TYPES
 from anyflex_cpu.integer_ir import INTEGERS, whole_power
 from anyflex_cpu.libm_ir import angle_function, float_remainder, library_function
 from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
 
-__all__ = ["LLVM", "Scope", "carrier"]
+__all__ = ["CARRIERS", "LLVM", "Scope"]
 
-_CARRIERS = {
-    torch.bool: "i1",
-    torch.uint8: "i8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float16: "float",
-    torch.bfloat16: "float",
-    torch.float32: "float",
-    torch.float64: "double",
-}
-
-
-def carrier(dtype: torch.dtype) -> str:
-    """The type that a value of `dtype` has in registers."""
-    return _CARRIERS[dtype]
+CARRIERS = MEMORY_TYPES | {torch.bool: "i1", torch.float16: "float", torch.bfloat16: "float"}
+"""Type of a value in registers."""
 
 
 class Scope(Protocol):
@@ -268,7 +254,7 @@ def _cast_from_int(scope: Scope, node: Node, operands: Sequence[Value]) -> Value
 def _cast_from_float(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     e = scope.emitter
     (x,) = operands
-    target = carrier(node.dtype)
+    target = CARRIERS[node.dtype]
     if target == "i1":
         return e.compare("une", x, e.constant(x.type, 0.0))
     if target in FLOATS:

@@ -21,9 +21,9 @@ from anyflex_cpu.captured_ir import (
     open_table,
     read,
 )
-from anyflex_cpu.graph_stages import PAIR, ROW, TILE, Stages
+from anyflex_cpu.graph_stages import ROW, TILE, Stages
 from anyflex_cpu.index_ranges import Limits, fits_int32, ranges
-from anyflex_cpu.llvm_lowering import LLVM, carrier
+from anyflex_cpu.llvm_lowering import CARRIERS, LLVM
 from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
 from anyflex_cpu.narrow_floats_ir import round_to
 
@@ -64,7 +64,7 @@ class NodeLowering:
         columns: kv_idx of the lanes at `emitter`.
         row_index: q_idx of the row, i64.
         score, grad: the lanes' inputs at `emitter`, float.
-        outside: for each read with an index outside, (captured, dim, lanes): the lanes as i1.
+        outside: for each index of a read, the lanes, as i1, where it was outside.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class NodeLowering:
         self.row_index: Value | None = None
         self.score: Value | None = None
         self.grad: Value | None = None
-        self.outside: list[tuple[int, int, Value]] = []
+        self.outside: list[Value] = []
         self.result_type = ""
         self._spread: dict[tuple[str, int], Value] = {}
         self._tables: dict[int, Table] = {}
@@ -112,7 +112,7 @@ class NodeLowering:
         node = self.nodes[position]
         if node.dtype is torch.int64 and fits_int32(self.ranges[position]):
             return "i32"
-        return carrier(node.dtype)
+        return CARRIERS[node.dtype]
 
     def lower(self, position: int) -> Value:
         """Append a node to the emitter's block and keep its value."""
@@ -159,9 +159,6 @@ class NodeLowering:
     def _operands(self, position: int, node: Node) -> list[Value]:
         arguments = node.arguments
         if node.operation == "load" or not arguments:
-            # A stream's index isn't computed for each column.
-            if position in self.stages.streams and self.stages.of[position] == PAIR:
-                return []
             return [self.operand(a) for a in arguments]
         narrowed = self._narrowed(node)
         if narrowed is not None:
@@ -245,7 +242,7 @@ class NodeLowering:
         offset = structs.ModInputs.ints.offset if is_int else structs.ModInputs.floats.offset
         values = field(e, self.inputs, offset, "ptr").text
         value = field(e, values, 8 * int(slot[1:]), "i64" if is_int else "double")
-        type_ = carrier(node.dtype)
+        type_ = CARRIERS[node.dtype]
         if type_ == "i1":
             if is_int:
                 return e.compare("ne", value, e.constant("i64", 0))
@@ -286,13 +283,13 @@ class NodeLowering:
     def read(self, node: Node, indices: Sequence[Value]) -> Value:
         assert isinstance(node.attribute, int)
         table = self.table(node.attribute)
-        found = [self.index(a, v) for a, v in zip(node.arguments, indices, strict=False)]
+        found = [self.index(a, v) for a, v in zip(node.arguments, indices, strict=True)]
         if not self.emitter.vector:
             value, beyond = read(self.emitter, table, found)
-            self.outside += [(node.attribute, dim, o) for dim, o in enumerate(beyond)]
+            self.outside += beyond
             return value
         offset, beyond = self.offsets(table, found)
-        self.outside += [(node.attribute, dim, o) for dim, o in enumerate(beyond)]
+        self.outside += beyond
         return decode(self.emitter, gather(self.emitter, table, offset), table.dtype)
 
     def offsets(self, table: Table, indices: Sequence[Index]) -> tuple[Value, list[Value]]:
@@ -345,4 +342,4 @@ class NodeLowering:
             value = e.op(node.operation, *operands)
         if node.dtype is torch.int64:
             return value
-        return e.resize(e.resize(value, carrier(node.dtype)), "i64")
+        return e.resize(e.resize(value, CARRIERS[node.dtype]), "i64")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anyflex.plugin import Scatter
-from anyflex_cpu.captured_ir import bounded, field
+from anyflex_cpu.captured_ir import Table, element_offset, field
 from anyflex_cpu.graph_stages import ROW, TILE
 from anyflex_cpu.llvm_text import LANES, Value
 from anyflex_cpu.tile_program import COLUMNS, TileLoops
@@ -33,7 +33,7 @@ class Scatters:
         self.loops = loops
         self.lowering = loops.lowering
         self.live = live
-        self._targets: dict[int, tuple[str, list[Value]]] = {}
+        self._targets: dict[int, Table] = {}
 
     def add(self, scatter: Scatter) -> None:
         """Append one scatter."""
@@ -52,9 +52,10 @@ class Scatters:
         else:
             self._add_lanes(scatter, value)
 
-    def _target(self, position: int) -> tuple[str, list[Value]]:
-        """(address of an accumulator, its strides). An accumulator that isn't wanted, or has no
-        elements, is replaced by one number on the stack, with strides 0."""
+    def _target(self, position: int) -> Table:
+        """An accumulator, as its captured tensor's table with its own address and strides. One
+        that isn't wanted, or has no elements, is replaced by one number on the stack, with strides
+        0."""
         if position not in self._targets:
             e = self.loops.tile
             sums = self.loops.field("captured_grad", "ptr").text
@@ -73,7 +74,7 @@ class Scatters:
             for size in reversed(table.sizes):
                 strides.insert(0, e.select(missing, zero, stride))
                 stride = e.mul(stride, size)
-            self._targets[position] = (address, strides)
+            self._targets[position] = table._replace(data=address, strides=tuple(strides))
         return self._targets[position]
 
     def _add_row(self, scatter: Scatter, value: Value) -> None:
@@ -94,30 +95,27 @@ class Scatters:
     def _fixed_address(self, scatter: Scatter, dims: Iterable[int]) -> str:
         """The accumulator's address with the indices of `dims`, fixed in a row, applied."""
         row = self.loops.row
-        table = self.lowering.table(scatter.captured)
-        address, strides = self._target(scatter.captured)
+        target = self._target(scatter.captured)
         offset = row.constant("i64", 0)
         for dim in dims:
             argument = scatter.indices[dim]
             index = self.lowering.index(argument, self.lowering.scalars[argument])
-            wide = index._replace(value=row.resize(index.value, "i64", signed=index.signed))
-            place, _ = bounded(row, wide, table.sizes[dim], table.lasts[dim])
-            offset = row.add(offset, row.mul(place, strides[dim]))
-        return row.address(address, "double", offset)
+            share, _ = element_offset(row, target, dim, index)
+            offset = row.add(offset, share)
+        return row.address(target.data, "double", offset)
 
     def _add_stream(self, scatter: Scatter, value: Value, which: int, step: int) -> None:
         """Add neighbours to neighbours: into the accumulator itself, or, where the row's indices
         leave it, into a strip of zeros that is scattered and cleared at the row's end."""
         loops, row = self.loops, self.loops.row
-        table = self.lowering.table(scatter.captured)
-        _, strides = self._target(scatter.captured)
+        target = self._target(scatter.captured)
         fixed = self._fixed_address(
             scatter, [dim for dim in range(len(scatter.indices)) if dim != which]
         )
-        size = table.sizes[which]
+        size = target.sizes[which]
         first, start, inside = loops.moving(scatter.indices[which], size, step)
         one = row.constant("i64", 1)
-        inside = row.op("and", inside, row.compare("eq", strides[which], one))
+        inside = row.op("and", inside, row.compare("eq", target.strides[which], one))
         strip = loops.strip("double")
         tile = loops.tile
         tile.module.declare("llvm.memset.p0.i64", "void", ["ptr", "i8", "i64", "i1"])
@@ -140,7 +138,8 @@ class Scatters:
         pair.store(pair.add(pair.load(place, "double", 8), added), place, 8)
         tile.module.declare(_ADD_STRIP, "void", ["ptr", "ptr", *["i64"] * 6])
         count = row.select(inside, row.constant("i64", 0), loops.vectors)
-        numbers = (first, row.constant("i64", step), size, table.lasts[which], strides[which])
+        step_value = row.constant("i64", step)
+        numbers = (first, step_value, size, target.lasts[which], target.strides[which])
         loops.row_end.line(
             f"call void @{_ADD_STRIP}(ptr {fixed}, ptr {of_column_0}, "
             f"{', '.join(map(str, (*numbers, count)))})"
@@ -149,11 +148,9 @@ class Scatters:
     def _add_lanes(self, scatter: Scatter, value: Value) -> None:
         """Store offsets and values in memory, and add them in a loop over the live lanes."""
         loops, pair, lane = self.loops, self.loops.pair, self.loops.lane
-        table = self.lowering.table(scatter.captured)
-        address, strides = self._target(scatter.captured)
+        target = self._target(scatter.captured)
         indices = [self.lowering.index(a, self.lowering.operand(a)) for a in scatter.indices]
-        dense = table._replace(strides=tuple(strides))
-        offset, _ = self.lowering.offsets(dense, indices)
+        offset, _ = self.lowering.offsets(target, indices)
         offset = pair.resize(offset, "i64")
         places, values = loops.strip("i64", LANES), loops.strip("double", LANES)
         pair.store(offset, places.address, 64)
@@ -161,6 +158,6 @@ class Scatters:
         lane.module.declare(_ADD_LANES, "void", ["ptr", "ptr", "ptr", "i32"])
         live = lane.convert("zext", pair.word(self.live), "i32")
         lane.line(
-            f"call void @{_ADD_LANES}(ptr {address}, ptr {places.address}, "
+            f"call void @{_ADD_LANES}(ptr {target.data}, ptr {places.address}, "
             f"ptr {values.address}, {live})"
         )

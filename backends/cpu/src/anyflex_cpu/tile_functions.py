@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from anyflex.plugin import Derivative, ModGraph, Node
+from anyflex.plugin import Derivative, ModGraph
 from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import FLOATS, Module, Value
 from anyflex_cpu.node_ir import Fact
@@ -105,7 +105,7 @@ def add_score_backward(
     zero = pair.constant("float", 0.0)
     # A dead pair's gradient is 0 whatever its memory holds.
     loops.lowering.grad = pair.select(live, pair.load(place, "float", 64), zero)
-    if _reads_score(loops, nodes):
+    if not loops.stages.reads_score.isdisjoint(loops.stages.needed):
         loops.lowering.score = pair.load(_float_row(loops, "score"), "float", 64)
     loops.lower_pairs()
     result = zero
@@ -118,10 +118,3 @@ def add_score_backward(
         scatters.add(scatter)
     loops.close()
     return loops.scratch_bytes
-
-
-def _reads_score(loops: TileLoops, nodes: Sequence[Node]) -> bool:
-    return any(
-        nodes[p].operation == "input" and nodes[p].attribute == "score"
-        for p in loops.stages.needed
-    )

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from anyflex.plugin import Node
 from anyflex_cpu.captured_ir import (
+    MEMORY_TYPES,
     Index,
     Table,
-    bounded,
     decode,
+    element_offset,
     first_indices,
     gather,
-    memory_type,
     tile_field,
 )
 from anyflex_cpu.graph_stages import ROW, TILE, Stages
@@ -227,7 +227,7 @@ class TileLoops:
         node = self.stages.nodes[position]
         assert isinstance(node.attribute, int)
         table = self.lowering.table(node.attribute)
-        type_ = memory_type(table.dtype)
+        type_ = MEMORY_TYPES[table.dtype]
         e = self.row
         first, start, inside = self.moving(node.arguments[which], table.sizes[which], step)
         one = e.constant("i64", 1)
@@ -236,7 +236,11 @@ class TileLoops:
         offset = start
         for dim, argument in enumerate(node.arguments):
             if dim != which:
-                offset = e.add(offset, self._fixed_offset(table, node, dim, argument))
+                index = self.lowering.index(argument, self.lowering.scalars[argument])
+                share, outside = element_offset(e, table, dim, index)
+                self.lowering.outside.append(outside)
+                offset = e.add(offset, share)
+        self._note_scalars(e)
         lowest = offset if step > 0 else e.sub(offset, e.constant("i64", LANES - 1))
         direct = e.address(table.data, type_, lowest)
         strip = self.strip(type_)
@@ -246,9 +250,8 @@ class TileLoops:
         slow, done = self.function.block("copy"), self.function.block("row")
         before = e.block
         before.end = f"br {inside}, label %{done.label}, label %{slow.label}"
-        self._copy_stream(slow, done, node, table, which, step, first, copied)
+        source = self._copy_stream(slow, done, node, table, which, step, first, copied).label
         base = self.function.fresh()
-        source = self._copy_latch.label
         done.phis.append(f"{base} = phi ptr [{direct}, %{before.label}], [{copied}, %{source}]")
         e.block = done
         self._streams[position] = (table, base, step)
@@ -267,16 +270,6 @@ class TileLoops:
         inside = e.op("and", e.compare("ult", start, size), e.compare("ult", end, size))
         return first, start, inside
 
-    def _fixed_offset(self, table: Table, node: Node, dim: int, argument: int) -> Value:
-        e = self.row
-        index = self.lowering.index(argument, self.lowering.scalars[argument])
-        wide = index._replace(value=e.resize(index.value, "i64", signed=index.signed))
-        place, outside = bounded(e, wide, table.sizes[dim], table.lasts[dim])
-        assert isinstance(node.attribute, int)
-        self.lowering.outside.append((node.attribute, dim, outside))
-        self._note_scalars(e)
-        return e.mul(place, table.strides[dim])
-
     def _copy_stream(
         self,
         slow: Block,
@@ -287,16 +280,12 @@ class TileLoops:
         step: int,
         first: Value,
         copied: str,
-    ) -> None:
+    ) -> Block:
+        """Fill the strip at `copied`; return the loop's last block."""
         before = Emitter(self.function, slow, vector=False)
         lanes = ", ".join(f"i64 {step * lane}" for lane in range(LANES))
         wide = Emitter(self.function, slow, vector=True)
         begin = wide.add(before.spread(first), Value(f"<{lanes}>", "i64", True))
-        others = {
-            dim: before.spread(self.lowering.scalars[argument])
-            for dim, argument in enumerate(node.arguments)
-            if dim != which
-        }
         # The tensor's numbers are broadcast in the first block, and offsets in `slow`.
         head, column, kv = self._columns_loop("copied", before)
         e = Emitter(self.function, head, vector=True)
@@ -304,7 +293,9 @@ class TileLoops:
         self.lowering.emitter = e
         moved = e.op("add" if step > 0 else "sub", begin, one.spread(column))
         indices = [
-            Index(moved, True, True) if dim == which else self.lowering.index(a, others[dim])
+            Index(moved, True, True)
+            if dim == which
+            else self.lowering.index(a, before.spread(self.lowering.scalars[a]))
             for dim, a in enumerate(node.arguments)
         ]
         offset, beyond = self.lowering.offsets(table, indices)
@@ -315,11 +306,10 @@ class TileLoops:
         else:
             target = one.address(copied, raw.type, column)
         e.store(raw, target, WIDTHS[raw.type] // 8)
-        assert isinstance(node.attribute, int)
-        self.lowering.outside.append((node.attribute, which, beyond[which]))
+        self.lowering.outside.append(beyond[which])
         self._note_lanes(e, kv)
         self._close_columns(head, e, column, kv, done)
-        self._copy_latch = e.block
+        return e.block
 
     # Pairs.
 
@@ -371,7 +361,7 @@ class TileLoops:
 
     def _read_stream(self, position: int) -> Value:
         table, base, step = self._streams[position]
-        type_ = memory_type(table.dtype)
+        type_ = MEMORY_TYPES[table.dtype]
         column = self.column if step > 0 else self.lane.negate(self.column)
         raw = self.pair.load(self.lane.address(base, type_, column), type_, WIDTHS[type_] // 8)
         return decode(self.pair, raw if step > 0 else self.pair.reversed(raw), table.dtype)
@@ -390,7 +380,7 @@ class TileLoops:
         if not self.checks or not found:
             return None
         self._may_be_outside = True
-        return functools.reduce(functools.partial(e.op, "or"), [each[2] for each in found])
+        return functools.reduce(functools.partial(e.op, "or"), found)
 
     def _raise_flag(self, e: Emitter, bits: Value) -> None:
         flag = e.load(self.flag, "i32", 4)
