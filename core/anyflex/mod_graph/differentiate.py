@@ -49,6 +49,13 @@ class Derivative:
     score: int | None
     scatters: tuple[Scatter, ...]
 
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Positions of all results: the score's gradient, then each scatter's value and
+        indices."""
+        scattered = (p for scatter in self.scatters for p in (scatter.value, *scatter.indices))
+        return (*(() if self.score is None else (self.score,)), *scattered)
+
 
 def differentiate(graph: ModGraph, *, wanted_captured: frozenset[int]) -> Derivative:
     """Return the gradients of a score mod with torch's conventions.

@@ -36,10 +36,7 @@ class Prepared:
             # Not simplified before differentiating: the derivative is that of the graph as
             # written.
             self.derivative = differentiate(spec.score_graph, wanted_captured=frozenset(wanted))
-            roots = [] if self.derivative.score is None else [self.derivative.score]
-            for scatter in self.derivative.scatters:
-                roots += [scatter.value, *scatter.indices]
-            self.gradients = Evaluator(self.derivative.nodes, roots)
+            self.gradients = Evaluator(self.derivative.nodes, self.derivative.roots)
 
 
 @functools.lru_cache(maxsize=256)

@@ -83,12 +83,8 @@ def score_backward_program(
 ) -> bytes:
     """Return the program that replaces gradients of modified scores by those of scores, and adds
     to the gradients of captured tensors; see `mask_program`."""
-    nodes = derivative.nodes
-    roots = [] if derivative.score is None else [derivative.score]
-    for scatter in derivative.scatters:
-        roots += [scatter.value, *scatter.indices]
-    context = _Context(nodes, roots, limits)
-    values = BYTECODE.lower(nodes, context, roots)
+    context = _Context(derivative.nodes, derivative.roots, limits)
+    values = BYTECODE.lower(derivative.nodes, context, derivative.roots)
     for scatter in derivative.scatters:
         indices = context.indices(scatter.indices, [values[i] for i in scatter.indices])
         context.steps.scatter(values[scatter.value], scatter.captured, indices)

@@ -94,10 +94,7 @@ def add_score_backward(
     """Add the program of a score mod's derivative: it replaces the gradient, and adds to the
     captured tensors' gradients. It notes no read outside, because forward has."""
     nodes = derivative.nodes
-    roots = [] if derivative.score is None else [derivative.score]
-    for scatter in derivative.scatters:
-        roots += [scatter.value, *scatter.indices]
-    loops = TileLoops(module, name, nodes, roots, facts, limits, checks=False)
+    loops = TileLoops(module, name, nodes, derivative.roots, facts, limits, checks=False)
     lane, pair = loops.lane, loops.pair
     word = lane.load(_word_place(loops, loops.live_row()), "i16", 2)
     live = pair.op("and", pair.from_word(word), loops.valid)
