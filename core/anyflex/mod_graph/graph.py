@@ -67,6 +67,15 @@ class ModGraph:
                 found[node.attribute] = node.dtype, len(node.arguments)
         return found
 
+    def number_slots(self) -> tuple[int, int]:
+        """How many of a call's ints and floats there are up to the last one that is read."""
+        ends = {"i": 0, "f": 0}
+        for node in self.nodes:
+            if node.operation == "number":
+                slot = str(node.attribute)
+                ends[slot[0]] = max(ends[slot[0]], int(slot[1:]) + 1)
+        return ends["i"], ends["f"]
+
     def reached(self, roots: Iterable[int]) -> set[int]:
         """Positions of the nodes that `roots` need, the roots included."""
         return set(reached(self.nodes, roots))

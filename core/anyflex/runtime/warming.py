@@ -8,7 +8,6 @@ warmed by calls; on an accelerator, by calls of several lengths.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import torch
@@ -107,13 +106,8 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
         return torch.zeros(shape, dtype=spec.dtype, device=device)[..., first::step]
 
     heads = 2
-    slots = [
-        str(node.attribute)
-        for graph in (spec.score_graph, spec.mask_graph)
-        if graph is not None
-        for node in graph.nodes
-        if node.operation == "number"
-    ]
+    graphs = (spec.score_graph, spec.mask_graph)
+    slots = [graph.number_slots() for graph in graphs if graph is not None]
     mask = None
     if spec.mask_kind == "runs":
         mask = _mask_of(spec, queries, keys, device)
@@ -130,16 +124,10 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
             )
             for facts in spec.captured
         ),
-        (1,) * _count(slots, "i"),
-        (1.0,) * _count(slots, "f"),
+        (1,) * max([ints for ints, _ in slots], default=0),
+        (1.0,) * max([floats for _, floats in slots], default=0),
         1 / math.sqrt(spec.head_dim),
     )
-
-
-def _count(slots: list[str], kind: str) -> int:
-    """Number of slots, not all of which are read."""
-    found = [int(slot[1:]) for slot in slots if re.fullmatch(rf"{kind}\d+", slot)]
-    return max(found, default=-1) + 1
 
 
 def _mask_of(spec: Spec, queries: int, keys: int, device: torch.device) -> MaskViews:

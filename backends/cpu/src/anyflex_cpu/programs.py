@@ -96,13 +96,9 @@ def mods_of(spec: Spec) -> Mods:
 def number_slots(spec: Spec) -> tuple[int, int]:
     """Return how many of a call's ints and floats the mods may read. A call can have more, because
     some have become constants."""
-    last = {"i": -1, "f": -1}
-    for graph in (spec.score_graph, spec.mask_graph):
-        for node in () if graph is None else graph.nodes:
-            if node.operation == "number":
-                slot = str(node.attribute)
-                last[slot[0]] = max(last[slot[0]], int(slot[1:]))
-    return last["i"] + 1, last["f"] + 1
+    graphs = (spec.score_graph, spec.mask_graph)
+    slots = [graph.number_slots() for graph in graphs if graph is not None]
+    return max([ints for ints, _ in slots], default=0), max([f for _, f in slots], default=0)
 
 
 class Programs:
