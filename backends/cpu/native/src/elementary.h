@@ -181,7 +181,7 @@ AF_INLINE vf log1p(vf x) {
     return x == -1.0f || x == INF ? log(sum) : x == 0.0f ? x : y;
 }
 
-AF_INLINE vf square_root(vf x) {
+AF_INLINE vf sqrt(vf x) {
 #if defined(__AVX512F__)
     return _mm512_sqrt_ps(x);
 #else
@@ -190,7 +190,7 @@ AF_INLINE vf square_root(vf x) {
     return y;
 #endif
 }
-AF_INLINE vf rsqrt(vf x) { return 1.0f / square_root(x); }
+AF_INLINE vf rsqrt(vf x) { return 1.0f / sqrt(x); }
 
 // Largest |x|: beyond it, the reduction below loses digits.
 constexpr float LARGEST_ANGLE = 8192.0f;

@@ -61,12 +61,12 @@ AF_INLINE const T* lanes_of(const char* p) {
     return reinterpret_cast<const T*>(p);
 }
 
-// D lane = F::of(A lane).
-template <class F, class D, class A>
+// D lane = F::of(A lane); LANES of a D: 16 of a word of bits.
+template <class F, class D, class A, int LANES = 1>
 static void unary(const step& s, const lane_block& t) {
     D* d = lanes_of<D>(s.d);
     const A* a = lanes_of<A>(s.a);
-    const int n = t.lanes & ~15;
+    const int n = (t.lanes & ~15) / LANES;
     AF_LANES_APART
     for (int i = 0; i < n; ++i) d[i] = F::of(a[i]);
 }

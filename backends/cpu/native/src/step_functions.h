@@ -8,25 +8,36 @@
 namespace AF_LEVEL {
 namespace {
 
-#define AF_VECTOR_FUNCTION(NAME)                                                             \
-    struct NAME##_lanes {                                                                    \
-        AF_INLINE vf of(vf x) { return elementary::NAME(x); }                                \
-        AF_INLINE double of(double x) { return __builtin_##NAME(x); }                        \
-    };
+#define AF_KERNEL constexpr step_function
+
+// Functions of a float and of a double under one name: the library's, and those whose floats go
+// through elementary.h.
 #define AF_LIBRARY_FUNCTION(NAME)                                                            \
     struct NAME##_lanes {                                                                    \
         AF_INLINE float of(float x) { return __builtin_##NAME##f(x); }                       \
         AF_INLINE double of(double x) { return __builtin_##NAME(x); }                        \
-    };
-AF_VECTOR_FUNCTION(exp)
-AF_VECTOR_FUNCTION(exp2)
-AF_VECTOR_FUNCTION(expm1)
-AF_VECTOR_FUNCTION(log)
-AF_VECTOR_FUNCTION(log2)
-AF_VECTOR_FUNCTION(log10)
-AF_VECTOR_FUNCTION(log1p)
-AF_VECTOR_FUNCTION(tanh)
-AF_VECTOR_FUNCTION(erf)
+    };                                                                                       \
+    AF_KERNEL run_##NAME##_f = unary<NAME##_lanes, float, float>,                            \
+              run_##NAME##_d = unary<NAME##_lanes, double, double>;
+#define AF_VECTOR_FUNCTION(NAME, OF_DOUBLE)                                                  \
+    struct NAME##_lanes {                                                                    \
+        AF_INLINE vf of(vf x) { return elementary::NAME(x); }                                \
+        AF_INLINE double of(double x) { return OF_DOUBLE; }                                  \
+    };                                                                                       \
+    AF_KERNEL run_##NAME##_f = vectors<NAME##_lanes>,                                        \
+              run_##NAME##_d = unary<NAME##_lanes, double, double>;
+AF_VECTOR_FUNCTION(exp, __builtin_exp(x))
+AF_VECTOR_FUNCTION(exp2, __builtin_exp2(x))
+AF_VECTOR_FUNCTION(expm1, __builtin_expm1(x))
+AF_VECTOR_FUNCTION(log, __builtin_log(x))
+AF_VECTOR_FUNCTION(log2, __builtin_log2(x))
+AF_VECTOR_FUNCTION(log10, __builtin_log10(x))
+AF_VECTOR_FUNCTION(log1p, __builtin_log1p(x))
+AF_VECTOR_FUNCTION(tanh, __builtin_tanh(x))
+AF_VECTOR_FUNCTION(erf, __builtin_erf(x))
+AF_VECTOR_FUNCTION(sigmoid, 1 / (1 + __builtin_exp(-x)))
+AF_VECTOR_FUNCTION(sqrt, __builtin_sqrt(x))
+AF_VECTOR_FUNCTION(rsqrt, 1 / __builtin_sqrt(x))
 AF_LIBRARY_FUNCTION(tan)
 AF_LIBRARY_FUNCTION(asin)
 AF_LIBRARY_FUNCTION(acos)
@@ -37,19 +48,6 @@ AF_LIBRARY_FUNCTION(asinh)
 AF_LIBRARY_FUNCTION(acosh)
 AF_LIBRARY_FUNCTION(atanh)
 AF_LIBRARY_FUNCTION(erfc)
-
-struct sigmoid_lanes {
-    AF_INLINE vf of(vf x) { return elementary::sigmoid(x); }
-    AF_INLINE double of(double x) { return 1 / (1 + __builtin_exp(-x)); }
-};
-struct sqrt_lanes {
-    AF_INLINE vf of(vf x) { return elementary::square_root(x); }
-    AF_INLINE double of(double x) { return __builtin_sqrt(x); }
-};
-struct rsqrt_lanes {
-    AF_INLINE vf of(vf x) { return elementary::rsqrt(x); }
-    AF_INLINE double of(double x) { return 1 / __builtin_sqrt(x); }
-};
 
 struct sin_lanes {
     AF_INLINE vf of(vf x) { return elementary::sin(x); }
@@ -74,17 +72,6 @@ void angles(const step& s, const lane_block& t) {
     }
 }
 
-
-void bits_not(const step& s, const lane_block& t) {
-    uint16_t* d = lanes_of<uint16_t>(s.d);
-    const uint16_t* a = lanes_of<uint16_t>(s.a);
-    for (int i = 0; i < t.lanes / 16; ++i) d[i] = uint16_t(~a[i]);
-}
-void bits_copy(const step& s, const lane_block& t) {
-    uint16_t* d = lanes_of<uint16_t>(s.d);
-    const uint16_t* a = lanes_of<uint16_t>(s.a);
-    for (int i = 0; i < t.lanes / 16; ++i) d[i] = a[i];
-}
 void bits_spread(const step& s, const lane_block& t) {
     fill_bits(s.d, lanes_of<uint16_t>(s.a)[t.row / 16] >> (t.row % 16) & 1, t.lanes);
 }
@@ -129,7 +116,6 @@ void index_input(const step& s, const lane_block& t) {
 }
 
 // The function of each operation, under its name in bytecode.h.
-#define AF_KERNEL constexpr step_function
 #define AF_BINARY_KERNELS(NAME, F, T, K)                                                     \
     AF_KERNEL run_##NAME##_##K = binary<F, T>, run_##NAME##_##K##S = binary_one<F, T>;
 #define AF_INTEGER_KERNELS(NAME, F)                                                          \
@@ -153,12 +139,6 @@ void index_input(const step& s, const lane_block& t) {
 #define AF_ROUNDING_KERNELS(NAME)                                                            \
     AF_KERNEL run_##NAME##_f = unary<NAME, float, float>,                                    \
               run_##NAME##_d = unary<NAME, double, double>;
-#define AF_VECTOR_KERNELS(NAME)                                                              \
-    AF_KERNEL run_##NAME##_f = vectors<NAME##_lanes>,                                        \
-              run_##NAME##_d = unary<NAME##_lanes, double, double>;
-#define AF_LIBRARY_KERNELS(NAME)                                                             \
-    AF_KERNEL run_##NAME##_f = unary<NAME##_lanes, float, float>,                            \
-              run_##NAME##_d = unary<NAME##_lanes, double, double>;
 #define AF_ANGLE_KERNELS(NAME)                                                               \
     AF_KERNEL run_##NAME##_f = angles<NAME##_lanes>,                                         \
               run_##NAME##_d = unary<NAME##_lanes, double, double>;
@@ -205,43 +185,22 @@ AF_UNARY_KERNELS(neg)
 AF_UNARY_KERNELS(abs)
 AF_UNARY_KERNELS(sign)
 AF_KERNEL run_not_i = unary<bit_not, int32_t, int32_t>,
-          run_not_l = unary<bit_not, int64_t, int64_t>, run_not_p = bits_not;
+          run_not_l = unary<bit_not, int64_t, int64_t>, run_not_p = unary<bit_not, uint16_t, uint16_t, 16>;
 AF_KERNEL run_and_p = bitwise<bit_and>, run_or_p = bitwise<bit_or>, run_xor_p = bitwise<bit_xor>,
           run_and_not_p = bitwise<bit_and_not>;
 AF_ROUNDING_KERNELS(floor)
 AF_ROUNDING_KERNELS(ceil)
 AF_ROUNDING_KERNELS(round)
 AF_ROUNDING_KERNELS(trunc)
-AF_VECTOR_KERNELS(exp)
-AF_VECTOR_KERNELS(exp2)
-AF_VECTOR_KERNELS(expm1)
-AF_VECTOR_KERNELS(log)
-AF_VECTOR_KERNELS(log2)
-AF_VECTOR_KERNELS(log10)
-AF_VECTOR_KERNELS(log1p)
-AF_VECTOR_KERNELS(sqrt)
-AF_VECTOR_KERNELS(rsqrt)
 AF_ANGLE_KERNELS(sin)
 AF_ANGLE_KERNELS(cos)
-AF_LIBRARY_KERNELS(tan)
-AF_LIBRARY_KERNELS(asin)
-AF_LIBRARY_KERNELS(acos)
-AF_LIBRARY_KERNELS(atan)
-AF_LIBRARY_KERNELS(sinh)
-AF_LIBRARY_KERNELS(cosh)
-AF_VECTOR_KERNELS(tanh)
-AF_LIBRARY_KERNELS(asinh)
-AF_LIBRARY_KERNELS(acosh)
-AF_LIBRARY_KERNELS(atanh)
-AF_VECTOR_KERNELS(sigmoid)
-AF_VECTOR_KERNELS(erf)
-AF_LIBRARY_KERNELS(erfc)
 AF_TYPE_KERNELS(int32_t, i)
 AF_TYPE_KERNELS(int64_t, l)
 AF_TYPE_KERNELS(float, f)
 AF_TYPE_KERNELS(double, d)
 AF_KERNEL run_spread_p = bits_spread, run_const_p = constant_bits, run_load_p = load_lanes<'p'>;
-AF_KERNEL run_copy_p = bits_copy, run_copy_f = unary<to<float>, float, float>;
+AF_KERNEL run_copy_p = unary<to<uint16_t>, uint16_t, uint16_t, 16>,
+          run_copy_f = unary<to<float>, float, float>;
 AF_KERNEL run_wrap_u8 = unary<wrap<uint8_t>, int32_t, int32_t>,
           run_wrap_i8 = unary<wrap<int8_t>, int32_t, int32_t>,
           run_wrap_i16 = unary<wrap<int16_t>, int32_t, int32_t>,
