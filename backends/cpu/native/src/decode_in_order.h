@@ -107,7 +107,7 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
             AF_UNROLL
             for (int d = 0; d < steps; ++d, key.move(64)) {
                 if (AHEAD) __builtin_prefetch(key.at + turn_in_order * DIM * key.size, 0, 3);
-                const vf x = as_floats_of<DTYPE>(key.at);
+                const vf x = as_floats(key.at, DTYPE);
                 AF_UNROLL
                 for (int r = 0; r < R; ++r)
                     acc[r * K + i] = madd(x, y[r][d], acc[r * K + i]);
@@ -118,7 +118,7 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
     for (int i = 0; i < K; ++i, key.next_row())
         AF_UNROLL
         for (int d = 0; d < DIM; d += VL, key.move(VL * key.size)) {
-            const vf x = as_floats_of<DTYPE>(key.at);
+            const vf x = as_floats(key.at, DTYPE);
             AF_UNROLL
             for (int r = 0; r < R; ++r)
                 acc[r * K + i] = madd(x, load(a + r * DIM + d), acc[r * K + i]);
@@ -164,7 +164,7 @@ AF_INLINE void load_in_order(row_in_order<DTYPE, DIM>& value, vf* x) {
             x[j + 1] = as_float(both & 0xffff0000u);
             value.move(64);
         } else {
-            x[j] = as_floats_of<DTYPE>(value.at);
+            x[j] = as_floats(value.at, DTYPE);
             value.move(VL * value.size);
         }
     }

@@ -38,16 +38,6 @@ AF_INLINE void interleave(vf even, vf odd, vf* to) {
 }
 #endif
 
-template <int DTYPE>
-AF_INLINE vf as_floats_of(const char* p) {
-    if constexpr (DTYPE == AF_F32)
-        return load(reinterpret_cast<const float*>(p));
-    else if constexpr (DTYPE == AF_BF16)
-        return float_of_bf16(load(reinterpret_cast<const uint16_t*>(p)));
-    else
-        return float_of_half(load(reinterpret_cast<const uint16_t*>(p)));
-}
-
 // The query rows of a unit, copied: floats, or bf16 pairs where the level multiplies them and
 // every key row has its elements beside one another.
 struct decode_query {
@@ -73,7 +63,7 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const matrix& key, con
         for (; d + VL <= dim; d += VL) {
             AF_UNROLL
             for (int i = 0; i < K; ++i) {
-                const vf x = as_floats_of<DTYPE>(k[i] + d * size);
+                const vf x = as_floats(k[i] + d * size, DTYPE);
                 AF_UNROLL
                 for (int r = 0; r < R; ++r)
                     acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
@@ -212,7 +202,7 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
         if (next) next->fetch(c);
         vf x[N];
         AF_UNROLL
-        for (int j = 0; j < N; ++j) x[j] = as_floats_of<DTYPE>(v + j * VL * size);
+        for (int j = 0; j < N; ++j) x[j] = as_floats(v + j * VL * size, DTYPE);
         AF_UNROLL
         for (int r = 0; r < R; ++r) {
             const vf w = splat(weight[r * ld + c]);

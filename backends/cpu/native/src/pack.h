@@ -40,6 +40,7 @@ AF_INLINE matrix matrix_of(const af_tensor& t, int32_t dtype, int64_t b, int64_t
     return m;
 }
 
+// VL elements at p as floats.
 AF_INLINE vf as_floats(const char* p, int32_t dtype) {
     if (dtype == AF_F32) return load(reinterpret_cast<const float*>(p));
     const vh x = load(reinterpret_cast<const uint16_t*>(p));
@@ -205,40 +206,34 @@ static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t
     });
 }
 
-AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_t d, float* out,
-                                   int64_t panel, uint8_t* nonfinite) {
-    const int64_t panels = (d + NR - 1) / NR;
-    int64_t found = 0;
-    for (int64_t r = 0; r < n_padded; ++r) {
-        vu difference = vu{};
-        for (int64_t j = 0; j < panels; ++j) {
-            float* to = out + j * panel + r * NR;
-            AF_UNROLL
-            for (int c = 0; c < NR; c += VL) {
-                const vf x = r < n ? fetch(m, r, j * NR + c, d - j * NR - c) : vf{};
-                difference |= as_uint(x - x);
-                store(to + c, x);
-            }
-        }
-        if (!nonfinite) continue;
-        const bool any = any_bit(difference);
-        nonfinite[r] = any;
-        if (any) {
-            ++found;
-            for (int64_t j = 0; j < panels; ++j) memset(out + j * panel + r * NR, 0, NR * 4);
-        }
-    }
-    return found;
-}
-
 // n source rows of d elements -> out [panels of d][..][NR], `panel` words from one to the next;
-// rows n to n_padded are 0. If `nonfinite` is given, nonfinite[r] says whether row r holds NaN or
-// infinity, such rows are packed as 0, and the result is their number.
+// rows n to n_padded are 0. nonfinite[r] says whether row r holds NaN or infinity; such rows are
+// packed as 0, and the result is their number.
 static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
                              int64_t panel, uint8_t* nonfinite) {
-    return specialised(m, [&](const matrix& x) AF_FLAT {
-        return pack_straight_of(x, n, n_padded, d, out, panel, nonfinite);
+    const int64_t panels = (d + NR - 1) / NR;
+    int64_t found = 0;
+    specialised(m, [&](const matrix& x) AF_FLAT {
+        for (int64_t r = 0; r < n_padded; ++r) {
+            vu difference = vu{};
+            for (int64_t j = 0; j < panels; ++j) {
+                float* to = out + j * panel + r * NR;
+                AF_UNROLL
+                for (int c = 0; c < NR; c += VL) {
+                    const vf y = r < n ? fetch(x, r, j * NR + c, d - j * NR - c) : vf{};
+                    difference |= as_uint(y - y);
+                    store(to + c, y);
+                }
+            }
+            const bool any = any_bit(difference);
+            nonfinite[r] = any;
+            if (any) {
+                ++found;
+                for (int64_t j = 0; j < panels; ++j) memset(out + j * panel + r * NR, 0, NR * 4);
+            }
+        }
     });
+    return found;
 }
 
 // Two rows of NR bf16 elements, of which n are inside, as pairs; `nonfinite` says which row has
@@ -279,7 +274,6 @@ static int64_t pack_straight_pairs(const matrix& m, int64_t n, int64_t n_padded,
         bool is_nonfinite[2] = {};
         for (int64_t j = 0; j < panels; ++j)
             join_rows(m, r, n, j * NR, d - j * NR, out + j * panel + r / 2 * NR, is_nonfinite);
-        if (!nonfinite) continue;
         for (int i = 0; i < 2; ++i) {
             nonfinite[r + i] = is_nonfinite[i];
             if (!is_nonfinite[i]) continue;
