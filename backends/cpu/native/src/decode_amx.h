@@ -94,6 +94,14 @@ AF_INLINE void four_columns(const float* m, vf (&column)[4]) {
     column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
 }
 
+// Stores tiles 0 to 3, which hold sums.
+AF_INLINE void store_sums(float (&sums)[4][16 * 16]) {
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+}
+
 // score[row][c] = scale * (q row . key c), for 16 keys of each stream. Keys are the left side.
 static void score_turn(const decode_query& q, int rows, const stream_block& key,
                        const stream_block& next, float scale, float* score, int64_t ld,
@@ -102,10 +110,7 @@ static void score_turn(const decode_query& q, int rows, const stream_block& key,
     for (int r = 0; r < rows; r += 16) {
         const uint32_t* b = q.tiles + r / NR * (q.width / 2) * NR + r % NR;
         turn_ahead ahead(next);
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        tiles_zero<2>();
         for (int64_t d = 0; d < key.width; d += 64, b += 16 * NR) {
             _tile_loadd(6, b, NR * 4);
             _tile_loadd(4, k[0] + d, key.row);
@@ -122,10 +127,7 @@ static void score_turn(const decode_query& q, int rows, const stream_block& key,
             ahead.fetch();
         }
         alignas(64) float sums[streams][16 * 16];
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
+        store_sums(sums);
         for (int s = 0; s < streams; ++s)
             for (int i = r; i < r + 16 && i < rows; i += 4) {
                 vf x[4];
@@ -181,10 +183,7 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
                        const stream_block& value, const stream_block& next, float* out,
                        int64_t width) {
     const int64_t turns = columns.turns(), stride = columns.stride();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    tiles_zero<2>();
     for (int64_t t = 0; t < turns; ++t) {
         const stream_block now = turn_of(value, t);
         turn_ahead ahead(t + 1 < turns ? turn_of(value, t + 1) : next);
@@ -212,10 +211,7 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
         }
     }
     alignas(64) float sums[4][16 * 16];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
+    store_sums(sums);
     constexpr int group = value_rows_a_tile * 16;
     for (int r = 0; r < rows; ++r)
         for (int64_t i = 0; i < value.width / 64; ++i) {
