@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import anyflex
 from anyflex.intervals import id_labels, tables
 from tests.block_masks.families import Sizes
 from tests.block_masks.test_random_masks import CHECKED, COUNT, check
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -72,8 +74,10 @@ ONE_ROW: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("block", [(64, 64), (128, 32), (48, 80)])
-@pytest.mark.parametrize("name", ONE_ROW)
+CALLS = list(itertools.product(ONE_ROW, [(64, 64), (128, 32), (48, 80)]))
+
+
+@pytest.mark.parametrize(("name", "block"), CALLS[:: 1 if SOAK else 2])
 def test_ids_in_any_order_give_their_dense_mask(
     way: str, name: str, block: tuple[int, int]
 ) -> None:

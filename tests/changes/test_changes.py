@@ -14,6 +14,7 @@ from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Forward, Results
 from tests.changes.mod_change_cases import WAYS, ScoreMod
 from tests.oracles.differences import differences
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -64,7 +65,10 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
         assert any(not torch.equal(seen[0], other) for other in seen[1:])
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in UNSEEN_BY_DYNAMO])
+COMPILED = [name for name in WAYS if name not in UNSEEN_BY_DYNAMO]
+
+
+@pytest.mark.parametrize("name", COMPILED[:: 1 if SOAK else 3])
 def test_a_change_between_compiled_calls_is_seen(name: str) -> None:
     torch._dynamo.reset()
     attend = torch.compile(anyflex.flex_attention, backend="eager", fullgraph=True)

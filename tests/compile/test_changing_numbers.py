@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import anyflex
 from tests.compile.graphs import CountingBackend
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -28,9 +30,10 @@ OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
-@pytest.mark.parametrize("values", [(2, 3, 5, 9), (2.5, 3.0, 5.5, 9.5)])
-@pytest.mark.parametrize("number_first", [False, True])
-@pytest.mark.parametrize("name", COMPARISONS)
+CALLS = list(itertools.product(COMPARISONS, [False, True], [(2, 3, 5, 9), (2.5, 3.0, 5.5, 9.5)]))
+
+
+@pytest.mark.parametrize(("name", "number_first", "values"), CALLS[:: 1 if SOAK else 3])
 def test_a_comparison_with_a_number_that_changes(
     name: str, number_first: bool, values: tuple[float, ...]
 ) -> None:
