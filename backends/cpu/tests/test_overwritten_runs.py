@@ -20,8 +20,6 @@ import torch
 import anyflex
 from anyflex_cpu import library
 
-library.load().set_isa(sys.argv[1])
-
 
 def overwrite(mask, way):
     offsets, runs = mask.offsets.data, mask.runs.data
@@ -109,19 +107,21 @@ CALLS = list(
         ("forward", "backward", "deriving"),
     )
 )
-for way, (lengths, block), heads, dtype, when in CALLS[:: int(sys.argv[2])]:
-    print(way, lengths, block, heads, dtype, when, flush=True)
-    call(way, lengths, block, heads, dtype, when)
+for level in library.load().available():
+    library.load().set_isa(level)
+    for way, (lengths, block), heads, dtype, when in CALLS[:: int(sys.argv[1])]:
+        print(level, way, lengths, block, heads, dtype, when, flush=True)
+        call(way, lengths, block, heads, dtype, when)
 print("no crash")
 """
 
 
-def test_no_call_crashes(level: str) -> None:
+def test_no_call_crashes_at_any_level() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, level, "1" if SOAK else "5"],
+        [sys.executable, "-c", PROGRAM, "1" if SOAK else "7"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     said = result.stdout[-200:] + result.stderr[-2000:]

@@ -299,7 +299,7 @@ def main() -> int:
         mock.patch.object(kernel, "refused_spec", lambda spec, tiles: "run in Python"),
     ):
         register("cuda.python", InPython)
-        for case in CASES[:: 1 if SOAK else 3]:
+        for case in CASES if SOAK else CASES[4:13:4] + CASES[9:10]:
             check(case)
             print(f"{case.name}: right", flush=True)
     return 0
