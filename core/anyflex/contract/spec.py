@@ -49,7 +49,8 @@ class Spec:
 
     Args:
         device_type: torch's device type, for example ``"cuda"``.
-        arch: the device's architecture (``"sm_90"``), or "" where torch has no name for it.
+        arch: the device's architecture (``"sm_90"``, ``"apple9"``), or "" where torch has no name
+            for it.
         dtype: of query, key, value and out.
         head_dim: E, last dimension of query and key.
         value_head_dim: Ev, last dimension of value and out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -168,15 +169,36 @@ def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
     return _PRECISIONS.get(settings.matmul.fp32_precision, "highest")
 
 
+_APPLE_FAMILIES = {
+    "M1": "apple7", "M2": "apple8", "M3": "apple9", "M4": "apple9", "M5": "apple10",
+    "A14": "apple7", "A15": "apple8", "A16": "apple8", "A17": "apple9", "A18": "apple9",
+    "A19": "apple10",
+}  # fmt: skip
+"""Apple's chip -> Metal's name of its GPU family."""
+
+
 @functools.lru_cache(maxsize=64)
 def architecture(device: torch.device) -> str:
-    """The device's architecture, or "" where torch has no name for it."""
+    """The device's architecture, or "" where torch has no name for it.
+
+    An Apple GPU's is Metal's family, ``"apple7"`` (M1) to ``"apple10"`` (M5); a chip that came
+    later has its own name, ``"apple-m6-pro"``.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
             return str(properties.gcnArchName)
         return f"sm_{properties.major}{properties.minor}"
+    if device.type == "mps" and torch.backends.mps.is_available():
+        return _apple_family(torch.backends.mps.get_name())
     return ""
+
+
+def _apple_family(chip: str) -> str:
+    """Return the GPU family of ``"Apple M4 Pro"``, or an unknown chip's name as one word."""
+    known = re.match(r"Apple ([AM]\d+)\b", chip)
+    family = _APPLE_FAMILIES.get(known[1]) if known else None
+    return family or "-".join(re.findall(r"[a-z0-9]+", chip.lower()))
 
 
 def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
