@@ -1,0 +1,213 @@
+"""Compiling a kernel's C++ with clang, and the folder that keeps libraries by content digest."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .numerics import Numerics
+
+__all__ = [
+    "check_types",
+    "compiled",
+    "line_of",
+    "missing_compiler",
+    "runtime_library",
+    "type_warnings",
+]
+
+HERE = Path(__file__).parent
+CXX = os.environ.get("ANYFLEX_EMULATOR_CXX", "clang++-19")
+CACHE = Path(
+    os.environ.get("ANYFLEX_EMULATOR_CACHE")
+    or Path(tempfile.gettempdir()) / f"anyflex-metal-emulator-{os.getuid()}"
+)
+"""Folder of compiled libraries. Any number of processes may use it at once."""
+
+EXACT = Numerics()
+SOURCE = "kernel.metal"
+"""Name of a source file, in messages and line tables."""
+
+BASE = (
+    "-std=c++20",
+    "-fPIC",
+    "-march=x86-64-v3",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-fno-exceptions",
+    "-fno-rtti",
+    # An endless loop stays one.
+    "-fno-finite-loops",
+    # Each operation of half and bfloat is rounded.
+    "-fexcess-precision=16",
+    "-Wno-everything",
+)
+KERNEL = ("-O2", "-gline-tables-only")
+UNDEFINED = "signed-integer-overflow,shift,integer-divide-by-zero,float-cast-overflow"
+RACES = (
+    "-DEMULATED_RACES",
+    "-fsanitize=thread",
+    f"-fsanitize={UNDEFINED}",
+    f"-fsanitize-trap={UNDEFINED}",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+)
+
+
+def missing_compiler() -> str | None:
+    """Return why nothing can be compiled here, or None."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        return "the Metal emulator runs on x86-64 Linux only"
+    if shutil.which(CXX) is None:
+        return f"the Metal emulator needs {CXX}: apt-get install clang-19"
+    processor = Path("/proc/cpuinfo").read_text()
+    missing = [name for name in ("avx2", "fma", "f16c") if name not in processor]
+    if missing:
+        return f"the Metal emulator needs a processor with {', '.join(missing)}"
+    return None
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode:
+        raise SyntaxError(done.stderr[:6000])
+
+
+def _kept(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the file of that name in the cache, made once: others find it whole or not at all."""
+    path = CACHE / name
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            new = Path(folder) / name
+            make(new)
+            try:
+                new.rename(path)
+            except OSError:
+                # Another process has made the folder of that name meanwhile.
+                if not path.is_dir():
+                    raise
+    return path
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _sources() -> Path:
+    """Return a copy of the shim and the runtime in the cache, in a folder by their digest.
+
+    Precompiled headers refer to it: in a checkout, files change.
+    """
+    files = sorted([*HERE.glob("shim/**/*"), *HERE.glob("runtime/*")])
+    texts = {file.relative_to(HERE): file.read_text() for file in files if file.is_file()}
+
+    def make(to: Path) -> None:
+        for name, text in texts.items():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            (to / name).write_text(text)
+
+    compiler = Path(shutil.which(CXX) or CXX).resolve()
+    version = f"{compiler} {compiler.stat().st_mtime_ns}"
+    return _kept(f"sources-{_digest(version, *map(str, texts), *texts.values())}", make)
+
+
+@functools.cache
+def runtime_library() -> Path:
+    """Return the runtime's library, which every kernel's library links to."""
+    folder = _sources()
+    source = str(folder / "runtime" / "runtime.cpp")
+    flags = (*BASE, f"-I{folder / 'shim'}", "-O2", "-ffp-contract=off", "-shared")
+    return _kept(
+        f"runtime-{_digest(*flags)}.so", lambda to: _run([CXX, *flags, source, "-o", str(to)])
+    )
+
+
+@functools.cache
+def _flags(race: bool, mathematics: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the flags of a build, its precompiled shim among them."""
+    shim = _sources() / "shim"
+    flags = (*BASE, *KERNEL, *mathematics, *(RACES if race else ()), f"-I{shim}")
+    header = str(shim / "emulated" / "metal.h")
+    precompiled = _kept(
+        f"shim-{_digest(*flags)}.pch",
+        lambda to: _run([CXX, *flags, "-x", "c++-header", header, "-o", str(to)]),
+    )
+    return (*flags, "-include-pch", str(precompiled))
+
+
+def _folders(include: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"-I{folder}" for folder in include)
+
+
+def compiled(
+    cpp: str, *, race: bool = False, numerics: Numerics = EXACT, include: Sequence[str] = ()
+) -> Path:
+    """Return the library of a kernel's C++. Raises SyntaxError with clang's messages."""
+    flags = (*_flags(race, numerics.compiler_flags), *_folders(include))
+    runtime = str(runtime_library())
+
+    def make(to: Path) -> None:
+        (to.parent / SOURCE).write_text(cpp)
+        _run([CXX, *flags, "-x", "c++", "-c", SOURCE, "-o", "kernel.o"], to.parent)
+        _run(["ld", "-shared", "kernel.o", runtime, "-o", to.name], to.parent)
+
+    return _kept(f"kernels-{_digest(cpp, *flags)}.so", make)
+
+
+def check_types(cpp: str, *, include: Sequence[str] = ()) -> None:
+    """Raise SyntaxError where the C++ doesn't compile with real address spaces.
+
+    The race build has none, so this comes beside it.
+    """
+    flags = (*_flags(False, EXACT.compiler_flags), *_folders(include))
+
+    def make(to: Path) -> None:
+        (to.parent / SOURCE).write_text(cpp)
+        _run([CXX, *flags, "-x", "c++", "-fsyntax-only", SOURCE], to.parent)
+        to.touch()
+
+    _kept(f"checked-{_digest(cpp, *flags)}", make)
+
+
+def type_warnings(cpp: str) -> list[tuple[int, str]]:
+    """Return the lines of a source with implicit conversions that lose something, and clang's
+    words for them."""
+    # A precompiled header would bring its own choice of warnings.
+    *flags, _, _ = _flags(False, EXACT.compiler_flags)
+    flags += ["-include", "emulated/metal.h"]
+    warnings = ("-Wconversion", "-Wno-sign-conversion", "-Wno-implicit-int-float-conversion")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / SOURCE).write_text(cpp)
+        command = [CXX, *flags, *warnings, "-x", "c++", "-fsyntax-only", SOURCE]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    found = re.findall(rf"^{SOURCE}:(\d+):\d+: warning: (.*)$", done.stderr, re.MULTILINE)
+    return [(int(line), text) for line, text in found]
+
+
+def line_of(library: Path, address: int) -> int | None:
+    """Return the line of the Metal source that an address of a library belongs to, if known."""
+    command = ["addr2line", "-i", "-e", str(library), hex(address)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for place in done.stdout.splitlines():
+        file, _, line = place.partition(":")
+        number = line.split(" ")[0]
+        if file.endswith(SOURCE) and number.isdigit():
+            return int(number)
+    return None
+
+
+@functools.cache
+def loaded(path: Path) -> ctypes.CDLL:
+    """Return a library of the cache, loaded once."""
+    return ctypes.CDLL(str(path))

@@ -1,0 +1,20 @@
+// The shim's declarations, without Metal's keywords, which C++ headers use as names.
+#pragma once
+#define EMULATED_RUNTIME
+#include "emulated/machine.h"
+#undef constant
+#undef device
+#undef kernel
+#undef thread
+#undef threadgroup
+#undef INFINITY
+#undef NAN
+#undef FLT_MAX
+#undef FLT_MIN
+#undef FLT_EPSILON
+#undef INT_MAX
+#undef INT_MIN
+#undef UINT_MAX
+#undef LONG_MAX
+#undef LONG_MIN
+#undef MAXFLOAT

@@ -1,0 +1,365 @@
+// The race build: the kernel is compiled with -fsanitize=thread, and these are the sanitizer.
+//
+// Of each granule of threadgroup memory and of writable device memory, the last write and the last
+// reads are kept. Two accesses race if one writes and no barrier that orders the memory lies
+// between. Between threadgroups nothing orders device memory, so any second one races.
+#pragma once
+#include <dlfcn.h>
+
+#include <algorithm>
+
+#include "collectives.h"
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace races {
+
+// An access: the threadgroup's epoch << 20 | the simdgroup's << 10 | the thread.
+typedef uint access;
+
+struct granule {
+    access written, read, read_before;
+    uint readers;               // simdgroups that read in this epoch, by bits
+    access added, added_before; // by atomics
+};
+constexpr access REDZONE = ~0u;
+constexpr uint EPOCHS = 4095;
+
+// Accesses of this threadgroup, and the serial numbers, from 1, of others that made any.
+struct device_granule {
+    granule own;
+    uint writer, reader, reader_before, adder, adder_before;
+};
+
+struct tracked_buffer {
+    launch_buffer buffer;
+    device_granule* granules;
+    size_t count;
+};
+
+static std::vector<granule> threadgroup_granules;
+static std::vector<tracked_buffer> buffers;
+static unsigned char buffer_of_page[256];
+static uint threadgroup_epoch, device_epoch, serial;
+static int shift;
+
+static access now(uint epoch, uint of_simdgroup) {
+    return epoch << 20 | (of_simdgroup & 1023) << 10 | running->lane.thread_index;
+}
+static uint thread_of(access a) { return a & 1023; }
+
+// Whether two accesses are of one epoch, by different threads, and not ordered by a barrier of a
+// simdgroup that both threads are in.
+static ALWAYS_INLINE bool unordered(access then, access now) {
+    const access differences = then ^ now;
+    if (then >> 20 != now >> 20 || !(differences & 1023)) return false;
+    const bool one_simdgroup = !(differences & (31 << 5));
+    return !(one_simdgroup && (differences & (1023 << 10)));
+}
+
+RARE static void fail_race(const char* memory, const char* does, access then, const char* did,
+                           const void* pc) {
+    fail("data race on " + std::string(memory) + ": " + this_thread() + " " + does +
+         " what thread " + std::to_string(thread_of(then)) + " " + did +
+         " with no barrier between, " + at_code(pc));
+}
+
+// The last change of a granule that races with an access, or 0.
+static ALWAYS_INLINE access racing_change(const granule& g, access now) {
+    if (unordered(g.written, now)) return g.written;
+    if (__builtin_expect(g.added >> 20 != now >> 20, 1)) return 0;
+    if (unordered(g.added, now)) return g.added;
+    return unordered(g.added_before, now) ? g.added_before : 0;
+}
+
+// A read of a granule that races with a change, or 0.
+static ALWAYS_INLINE access racing_read(const granule& g, access now, uint simdgroup) {
+    if (g.read >> 20 != now >> 20) return 0;
+    if (unordered(g.read, now)) return g.read;
+    if (unordered(g.read_before, now)) return g.read_before;
+    const uint others = g.readers & ~simdgroup;
+    return others ? (g.read & ~1023u) | (access)__builtin_ctz(others) * 32 : 0;
+}
+
+RARE static void fail_change(const granule& g, access then, const char* memory, const char* does,
+                             const void* pc) {
+    fail_race(memory, does, then, then == g.written ? "wrote" : "changed by an atomic", pc);
+}
+
+static ALWAYS_INLINE bool may_write(granule& g, access now, uint simdgroup, const char* memory,
+                                    const void* pc) {
+    if (const access then = racing_change(g, now)) {
+        fail_change(g, then, memory, "writes", pc);
+        return false;
+    }
+    if (const access then = racing_read(g, now, simdgroup)) {
+        fail_race(memory, "overwrites", then, "read", pc);
+        return false;
+    }
+    g.written = now;
+    return true;
+}
+
+static ALWAYS_INLINE bool may_read(granule& g, access now, uint simdgroup, const char* memory,
+                                   const void* pc) {
+    if (const access then = racing_change(g, now)) {
+        fail_change(g, then, memory, "reads", pc);
+        return false;
+    }
+    if (g.read == now) return true;
+    if (g.read >> 20 != now >> 20) {
+        g.read_before = 0;
+        g.readers = simdgroup;
+    } else {
+        if (thread_of(g.read ^ now)) g.read_before = g.read;
+        g.readers |= simdgroup;
+    }
+    g.read = now;
+    return true;
+}
+
+// Atomic changes don't race with each other.
+static bool may_add(granule& g, access now, uint simdgroup, const char* memory, const void* pc) {
+    if (unordered(g.written, now)) {
+        fail_race(memory, "changes by an atomic", g.written, "wrote", pc);
+        return false;
+    }
+    if (const access then = racing_read(g, now, simdgroup)) {
+        fail_race(memory, "changes by an atomic", then, "read", pc);
+        return false;
+    }
+    if (thread_of(g.added ^ now)) g.added_before = g.added;
+    g.added = now;
+    return true;
+}
+
+static const emulated_variable* variable_near(const char* p) {
+    const auto* end = (const emulated_variable*)launched->variables_end;
+    const emulated_variable* nearest = nullptr;
+    for (const auto* v = (const emulated_variable*)launched->variables; v < end; v++)
+        if ((char*)v->at <= p && (!nearest || v->at > nearest->at)) nearest = v;
+    return nearest;
+}
+
+RARE static void fail_threadgroup_bounds(const char* p, bool write, const void* pc) {
+    const emulated_variable* v = variable_near(p);
+    fail(this_thread() + (write ? " writes" : " reads") +
+         " past the end of the threadgroup variable " + (v ? v->name : "?") +
+         (v ? ": at byte " + std::to_string(p - (char*)v->at) + " of " + std::to_string(v->bytes)
+            : "") +
+         ", " + at_code(pc));
+}
+
+static ALWAYS_INLINE void touch_threadgroup(const char* p, uint bytes, bool write,
+                                            const void* pc) {
+    const access access_now = now(threadgroup_epoch, running->epoch);
+    const uint simdgroup = 1u << running->lane.simdgroup;
+    const size_t at = p - launched->threadgroup_begin;
+    granule* g = &threadgroup_granules[at >> shift];
+    granule* const last = &threadgroup_granules[(at + bytes - 1) >> shift];
+    for (; g <= last; g++) {
+        if (__builtin_expect(g->written == REDZONE, 0))
+            return fail_threadgroup_bounds(p, write, pc);
+        const bool fine = write ? may_write(*g, access_now, simdgroup, "threadgroup memory", pc)
+                                : may_read(*g, access_now, simdgroup, "threadgroup memory", pc);
+        if (!fine) return;
+    }
+}
+
+static void touch_threadgroup_atomically(const char* p, uint bytes, const void* pc) {
+    const access access_now = now(threadgroup_epoch, running->epoch);
+    const uint simdgroup = 1u << running->lane.simdgroup;
+    const size_t at = p - launched->threadgroup_begin;
+    for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
+        granule& g = threadgroup_granules[k];
+        if (g.written == REDZONE) return fail_threadgroup_bounds(p, true, pc);
+        if (!may_add(g, access_now, simdgroup, "threadgroup memory", pc)) return;
+    }
+}
+
+RARE static void fail_groups(const char* does, uint other, const char* did,
+                             const tracked_buffer& b, const void* pc) {
+    fail("data race between threadgroups on " + std::string(b.buffer.name) + ": " + this_thread() +
+         " " + does + " what the " + std::to_string(other) + ". threadgroup " + did + ", " +
+         at_code(pc));
+}
+
+static inline bool other(uint group) { return group && group != serial; }
+
+static inline void remember(uint& last, uint& before) {
+    if (last == serial) return;
+    before = last;
+    last = serial;
+}
+
+static void touch_device(tracked_buffer& b, size_t at, uint bytes, bool write, const void* pc) {
+    const access access_now = now(device_epoch, running->device_epoch);
+    const uint simdgroup = 1u << running->lane.simdgroup;
+    for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
+        device_granule& g = b.granules[k];
+        const char* does = write ? "writes" : "reads";
+        if (other(g.writer)) return fail_groups(does, g.writer, "wrote", b, pc);
+        if (other(g.adder)) return fail_groups(does, g.adder, "changed by an atomic", b, pc);
+        if (other(g.adder_before))
+            return fail_groups(does, g.adder_before, "changed by an atomic", b, pc);
+        if (write) {
+            if (other(g.reader)) return fail_groups(does, g.reader, "read", b, pc);
+            if (other(g.reader_before)) return fail_groups(does, g.reader_before, "read", b, pc);
+            if (!may_write(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
+            g.writer = serial;
+        } else {
+            if (!may_read(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
+            remember(g.reader, g.reader_before);
+        }
+    }
+}
+
+static void touch_atomically(tracked_buffer& b, size_t at, uint bytes, const void* pc) {
+    for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
+        device_granule& g = b.granules[k];
+        const char* does = "changes by an atomic";
+        if (other(g.writer)) return fail_groups(does, g.writer, "wrote", b, pc);
+        if (other(g.reader)) return fail_groups(does, g.reader, "read", b, pc);
+        if (other(g.reader_before)) return fail_groups(does, g.reader_before, "read", b, pc);
+        const access access_now = now(device_epoch, running->device_epoch);
+        const uint simdgroup = 1u << running->lane.simdgroup;
+        if (!may_add(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
+        remember(g.adder, g.adder_before);
+    }
+}
+
+static tracked_buffer* buffer_at(const char* p, uint bytes) {
+    // A buffer's pages are its own.
+    unsigned char& guess = buffer_of_page[(size_t)p >> 12 & 255];
+    size_t i = guess;
+    for (size_t tried = 0; tried < buffers.size(); tried++) {
+        const launch_buffer& b = buffers[i].buffer;
+        if (p >= b.at && p + bytes <= b.at + b.bytes) {
+            guess = (unsigned char)i;
+            return &buffers[i];
+        }
+        if (++i == buffers.size()) i = 0;
+    }
+    return nullptr;
+}
+
+RARE static void fail_bounds(const char* p, bool write, const void* pc) {
+    if (const launch_buffer* buffer = signals::guard_of(p))
+        fail(signals::wrong_access(*buffer, p, write) + ", " + at_code(pc));
+    else
+        fail(this_thread() + (write ? " writes" : " reads") + " out of bounds of every buffer, " +
+             at_code(pc));
+}
+
+static __attribute__((noinline)) void touch_buffer(const char* p, uint bytes, bool write,
+                                                   const void* pc) {
+    if (tracked_buffer* b = buffer_at(p, bytes)) {
+        if (b->granules)
+            touch_device(*b, p - b->buffer.at, bytes, write, pc);
+        else if (write && b->buffer.kind != UNTRACKED)
+            fail(signals::wrong_access(b->buffer, p, true) + ", " + at_code(pc));
+        return;
+    }
+    // Tables of constants stand in the library.
+    if (write || p < launched->code_begin || p >= launched->code_end) fail_bounds(p, write, pc);
+}
+
+static ALWAYS_INLINE void touch(const void* address, uint bytes, bool write, const void* pc) {
+    const char* p = (const char*)address;
+    if ((size_t)(p - running->stack) < STACK_BYTES) return;
+    if (p >= launched->threadgroup_begin && p + bytes <= launched->threadgroup_end)
+        return touch_threadgroup(p, bytes, write, pc);
+    touch_buffer(p, bytes, write, pc);
+}
+
+static void next_threadgroup_epoch() {
+    if (++threadgroup_epoch < EPOCHS) return;
+    threadgroup_epoch = 1;
+    for (granule& g : threadgroup_granules)
+        if (g.written != REDZONE) g = {};
+}
+
+static void next_device_epoch() {
+    if (++device_epoch < EPOCHS) return;
+    device_epoch = 1;
+    for (tracked_buffer& b : buffers)
+        for (size_t i = 0; i < b.count; i++) b.granules[i].own = {};
+}
+
+static void begin_launch() {
+    shift = launched->granule_shift;
+    threadgroup_epoch = device_epoch = serial = 0;
+    const size_t bytes = launched->threadgroup_end - launched->threadgroup_begin;
+    threadgroup_granules.assign((bytes >> shift) + 1, {REDZONE});
+    const auto* end = (const emulated_variable*)launched->variables_end;
+    for (const auto* v = (const emulated_variable*)launched->variables; v < end; v++) {
+        const size_t at = (char*)v->at - launched->threadgroup_begin;
+        for (size_t k = at >> shift; v->bytes && k <= (at + v->bytes - 1) >> shift; k++)
+            threadgroup_granules[k] = {};
+    }
+    memset(buffer_of_page, 0, sizeof buffer_of_page);
+    for (int i = 0; i < launched->buffer_count; i++) {
+        const launch_buffer& b = launched->buffers[i];
+        tracked_buffer tracked = {b, nullptr, 0};
+        if (b.kind == WRITABLE) {
+            tracked.count = (b.bytes >> shift) + 1;
+            tracked.granules = (device_granule*)calloc(tracked.count, sizeof(device_granule));
+        }
+        buffers.push_back(tracked);
+    }
+}
+
+static void end_launch() {
+    for (tracked_buffer& b : buffers) free(b.granules);
+    buffers.clear();
+}
+
+} // namespace races
+
+#define EMULATED_ACCESS(name, bytes, write)                                                       \
+    void name(void* p) { races::touch(p, bytes, write, __builtin_return_address(0)); }
+#define EMULATED_ACCESSES(bytes)                                                                  \
+    EMULATED_ACCESS(__tsan_read##bytes, bytes, false)                                             \
+    EMULATED_ACCESS(__tsan_write##bytes, bytes, true)                                             \
+    EMULATED_ACCESS(__tsan_unaligned_read##bytes, bytes, false)                                   \
+    EMULATED_ACCESS(__tsan_unaligned_write##bytes, bytes, true)                                   \
+    EMULATED_ACCESS(__tsan_read_write##bytes, bytes, true)                                        \
+    EMULATED_ACCESS(__tsan_unaligned_read_write##bytes, bytes, true)
+
+extern "C" {
+EMULATED_ACCESSES(1)
+EMULATED_ACCESSES(2)
+EMULATED_ACCESSES(4)
+EMULATED_ACCESSES(8)
+EMULATED_ACCESSES(16)
+
+void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+    if (bytes) races::touch(from, (uint)bytes, false, __builtin_return_address(0));
+    if (bytes) races::touch(to, (uint)bytes, true, __builtin_return_address(0));
+    return memcpy(to, from, bytes);
+}
+void* __tsan_memmove(void* to, const void* from, size_t bytes) {
+    if (bytes) races::touch(from, (uint)bytes, false, __builtin_return_address(0));
+    if (bytes) races::touch(to, (uint)bytes, true, __builtin_return_address(0));
+    return memmove(to, from, bytes);
+}
+void* __tsan_memset(void* to, int value, size_t bytes) {
+    if (bytes) races::touch(to, (uint)bytes, true, __builtin_return_address(0));
+    return memset(to, value, bytes);
+}
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+
+void emulated_atomic(void* at, uint bytes) {
+    const void* pc = __builtin_return_address(0);
+    const char* p = (const char*)at;
+    if (p >= launched->threadgroup_begin && p + bytes <= launched->threadgroup_end)
+        return races::touch_threadgroup_atomically(p, bytes, pc);
+    races::tracked_buffer* b = races::buffer_at(p, bytes);
+    if (!b)
+        races::fail_bounds(p, true, pc);
+    else if (b->granules)
+        races::touch_atomically(*b, p - b->buffer.at, bytes, pc);
+}
+}
