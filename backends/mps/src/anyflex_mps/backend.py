@@ -1,0 +1,117 @@
+"""Entry point: capabilities, and whether Metal kernels can run here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from anyflex.plugin import (
+    CONTRACT_1_FIELDS,
+    Accepted,
+    Artifacts,
+    Backend,
+    BackendRefused,
+    Capabilities,
+    Decision,
+    Kernel,
+    Rejected,
+    Spec,
+)
+from anyflex_mps.refusals import refusal
+from anyflex_mps.targets import cores, machine
+
+if TYPE_CHECKING:
+    from anyflex_mps.self_test import SelfTest
+    from anyflex_mps.shaders import CompileShader
+
+__all__ = ["MpsBackend"]
+
+
+class MpsBackend(Backend):
+    """Kernels in Metal for Apple GPUs."""
+
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        different_value_head_dim=True,
+        gqa=True,
+        kv_broadcast=True,
+        scattered=True,
+        aux=frozenset({"lse", "max_scores"}),
+        gradients=frozenset({"q", "k", "v", "captured", "lse"}),
+        deterministic=True,
+        captured_dtypes=frozenset(
+            {
+                torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+                torch.float16, torch.bfloat16, torch.float32,
+            }
+        ),
+        known_fields=CONTRACT_1_FIELDS,
+    )  # fmt: skip
+
+    def probe(self) -> Decision:
+        """Look for an Apple GPU that torch can use."""
+        if not torch.backends.mps.is_available():
+            return Rejected(
+                "torch sees no Apple GPU; it needs a Mac with Apple silicon and macOS 14 or newer"
+            )
+        return Accepted()
+
+    def notes(self) -> Sequence[str]:
+        """Return what the GPU is, and how its self test ended."""
+        if not torch.backends.mps.is_available():
+            return ()
+        failures = []
+        for dtype in sorted(self.capabilities.dtypes, key=str):
+            try:
+                self.check_gpu(dtype)
+            except BackendRefused as error:
+                failures.append(str(error))
+        passed = "self test passed: the kernels' assumptions hold on this GPU"
+        return (f"{machine()}, {self.cores()} cores", *(failures or [passed]))
+
+    def supports(self, spec: Spec) -> Decision:
+        """Refuse what `capabilities` can't express: see `refusals`."""
+        decision = super().supports(spec)
+        reason = refusal(spec) if isinstance(decision, Accepted) else None
+        return decision if reason is None else Rejected(reason)
+
+    def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """See `MpsKernel.saved_outputs`."""
+        return (0 if dtype is torch.float32 else dtype.itemsize, 8)
+
+    def compile_shader(self) -> CompileShader:
+        """Return what compiles Metal source."""
+        return torch.mps.compile_shader
+
+    def device(self) -> torch.device:
+        """Return where a call's tensors are."""
+        return torch.device("mps")
+
+    def cores(self) -> int:
+        """Return the number of the GPU's cores."""
+        return cores()
+
+    @cached_property
+    def _self_test(self) -> SelfTest:
+        from anyflex_mps.self_test import SelfTest
+
+        return SelfTest(self.compile_shader(), self.device())
+
+    def check_gpu(self, dtype: torch.dtype) -> None:
+        """Raise BackendRefused where the GPU doesn't keep what a dtype's kernels assume; it is
+        tried once."""
+        self._self_test.check(dtype)
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """Write the kernels' source; Metal compiles it at the first launch.
+
+        Raises BackendRefused where `check_gpu` does.
+        """
+        from anyflex_mps.kernel import MpsKernel
+        from anyflex_mps.shaders import Shaders
+
+        self.check_gpu(spec.dtype)
+        return MpsKernel(spec, Shaders(self.compile_shader()), self.cores())

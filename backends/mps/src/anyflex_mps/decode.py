@@ -1,0 +1,188 @@
+"""Metal source of forward for a few query rows: keys are cut into splits, whose results are
+combined.
+
+Split-KV (Flash-Decoding, Dao et al., 2023). The query heads of a KV head are rows of one tile, so
+that keys are read once for all of them.
+"""
+
+from __future__ import annotations
+
+from anyflex.plugin import Spec
+from anyflex_mps.arguments import place
+from anyflex_mps.forward import (
+    output_buffers,
+    softmax_memory,
+    softmax_over_runs,
+    stored_element,
+    stored_sums,
+)
+from anyflex_mps.mods import mods_source
+from anyflex_mps.text import (
+    PLACE_OF_LANE,
+    TYPES,
+    Shader,
+    fill,
+    index_type,
+    kernel_text,
+    load_rows_text,
+    mask_buffers,
+    row_of_blocks,
+)
+from anyflex_mps.tiles import Tile, pitch_of, whole_fragments
+
+__all__ = ["ROWS_A_GROUP", "combine_shader", "decode_shader"]
+
+ROWS_A_GROUP = 4
+"""Rows of a threadgroup that combines: a simdgroup takes one."""
+
+_DECODE = """\
+$memory
+const int q_length = (int)$q_length;
+const int splits = (int)$splits;
+const int split = (int)group.x % splits;
+const int split_begin = split * (int)$split_length;
+const int split_end = min(split_begin + (int)$split_length, (int)$kv_length);
+const int b = (int)group.z;
+const int first_head = (int)group.y * $packed;
+const int first_row = (int)group.x / splits * $rows;
+const int end_row = $packed * q_length;
+$place_of_lane
+const int row = first_row + (int)sg * 8 + r;
+const int h = first_head + min(row, end_row - 1) / q_length;
+const int q_idx = min(row, end_row - 1) % q_length;
+const int block = 0;
+$row_of_blocks
+for (int i = (int)tid; i < $rows * $width; i += $threads) {
+  const int packed_row = first_row + i / $width;
+  const int column = i % $width;
+  $type x = ($type)0.0f;
+  if (packed_row < end_row && column < $dim)
+    x = query[
+        b * $q_batch + (first_head + packed_row / q_length) * $q_head
+        + ($index)(packed_row % q_length) * ($index)$q_row + ($index)column * ($index)$q_column];
+  q_rows[i / $width * $pitch + column] = x;
+}
+$softmax
+if (row < end_row) {
+  const long at = (((long)b * $heads + h) * q_length + q_idx) * splits + split;
+  for (int d = 0; d < $values; d++) {
+    for (int i = 0; i < 2; i++) {
+      const int column = d * 8 + c + i;
+      if (column < $value_dim)
+        partial_out[at * $value_dim + column] = acc[d].thread_elements()[i];
+    }
+  }
+  if (c == 0) {
+    partial_sums[at * 3] = dead ? -INFINITY : top;
+    partial_sums[at * 3 + 1] = sum;
+    partial_sums[at * 3 + 2] = nans != 0u ? 1.0f : 0.0f;
+  }
+}
+"""
+
+
+def decode_shader(spec: Spec, tile: Tile, packed: int) -> Shader:
+    """Return the kernel of a split; its grid is (splits x tiles of rows, heads / packed, batch).
+
+    Its buffers are query, key, value; offsets and runs with a mask; partial_out [B, Hq, L, splits,
+    Ev], relative to each split's own largest score; partial_sums [B, Hq, L, splits, 3]: the
+    largest score, the sum relative to it, and 1 if a score is NaN.
+
+    Args:
+        tile: of ``tile_for("decode", ...)``.
+        packed: query heads that are rows of a tile.
+    """
+    type_, e, ev = TYPES[spec.dtype], spec.head_dim, spec.value_head_dim
+    body = fill(
+        _DECODE,
+        type=type_,
+        index=index_type(spec),
+        memory=softmax_memory(spec, tile),
+        q_length=place("q_length"),
+        kv_length=place("kv_length"),
+        heads=place("heads"),
+        splits=place("splits"),
+        split_length=place("split_length"),
+        packed=packed,
+        rows=tile.rows,
+        threads=tile.threads,
+        width=whole_fragments(e),
+        pitch=pitch_of(e, spec.dtype.itemsize),
+        dim=e,
+        value_dim=ev,
+        values=whole_fragments(ev) // 8,
+        q_batch=place("query", "batch"),
+        q_head=place("query", "head"),
+        q_row=place("query", "row"),
+        q_column=place("query", "column"),
+        place_of_lane=PLACE_OF_LANE,
+        row_of_blocks=row_of_blocks(spec),
+        softmax=softmax_over_runs(spec, tile, "split_begin", "split_end"),
+    )
+    buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value")]
+    buffers += [*mask_buffers(spec), "device float* partial_out", "device float* partial_sums"]
+    functions = mods_source(spec) + load_rows_text(spec, tile.threads)
+    return kernel_text("decode", spec, buffers, functions, body, tile.threads)
+
+
+_COMBINE = """\
+const int b = (int)group.z;
+const int h = (int)group.y;
+const int row = (int)group.x * $rows + (int)sg;
+const int q_length = (int)$q_length;
+const int splits = (int)$splits;
+if (row >= q_length)
+  return;
+const long at = ((long)b * $heads + h) * q_length + row;
+device const float* sums = partial_sums + at * splits * 3;
+float top = -INFINITY;
+uint nans = 0u;
+for (int i = 0; i < splits; i++) {
+  top = max(top, sums[3 * i]);
+  nans |= sums[3 * i + 2] != 0.0f ? 1u : 0u;
+}
+const float base = top == -INFINITY ? 0.0f : top;
+float sum = 0.0f;
+for (int i = 0; i < splits; i++)
+  sum += sums[3 * i + 1] * fast::exp2((sums[3 * i] - base) * 1.44269504f);
+const bool dead = sum == 0.0f && top == -INFINITY;
+const float over = dead ? 0.0f : 1.0f / sum;
+device $type* out_row = out + b * $batch + h * $head + ($index)row * ($index)$row;
+for (int column = (int)lane; column < $dim; column += 32) {
+  float x = 0.0f;
+  for (int i = 0; i < splits; i++) {
+    const float part = partial_out[(at * splits + i) * $dim + column];
+    const float factor = fast::exp2((sums[3 * i] - base) * 1.44269504f);
+    // A weight may vanish; what isn't finite stays so.
+    x += isfinite(part) ? part * factor : part;
+  }
+  x *= over;
+  $stored
+}
+if (lane == 0) {
+  $stored_sums
+}
+"""
+
+
+def combine_shader(spec: Spec) -> Shader:
+    """Return the kernel that combines the splits of each row; its grid is (rows / `ROWS_A_GROUP`,
+    query heads, batch). Its buffers are partial_out, partial_sums and `output_buffers`."""
+    body = fill(
+        _COMBINE,
+        type=TYPES[spec.dtype],
+        index=index_type(spec),
+        rows=ROWS_A_GROUP,
+        q_length=place("q_length"),
+        splits=place("splits"),
+        heads=place("heads"),
+        batch=place("out", "batch"),
+        head=place("out", "head"),
+        row=place("out", "row"),
+        dim=spec.value_head_dim,
+        stored=stored_element(spec),
+        stored_sums=stored_sums(spec),
+    )
+    buffers = ["device const float* partial_out", "device const float* partial_sums"]
+    buffers += output_buffers(spec)
+    return kernel_text("combine", spec, buffers, "", body, 32 * ROWS_A_GROUP)

@@ -1,0 +1,88 @@
+"""Forward's launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from anyflex.plugin import Call, MaskViews, Outputs, Spec
+from anyflex_mps.arguments import Entry, strides_of
+from anyflex_mps.forward import forward_shader
+from anyflex_mps.launch import launch
+from anyflex_mps.spec_shaders import SpecShaders
+from anyflex_mps.tiles import tile_for
+
+__all__ = ["call_entries", "launch_forward", "mask_tensors", "saved_tensors", "tile_count"]
+
+
+_SHIFTS = ("batch_shift", "head_shift", "row_shift", "key_shift")
+
+
+def tile_count(length: int, rows: int, block: int) -> int:
+    """Return the number of tiles of a head; with a mask none crosses one of its blocks.
+
+    Args:
+        block: rows of a mask's block; 0 without a mask.
+    """
+    if not block:
+        return -(-length // rows)
+    return -(-length // block) * -(-block // rows)
+
+
+def call_entries(call: Call) -> dict[Entry, int]:
+    """Return the numbers that every kernel takes: lengths, heads, strides of query, key, value."""
+    return {
+        "q_length": call.query.shape[2],
+        "kv_length": call.key.shape[2],
+        "batch": call.query.shape[0],
+        "heads": call.query.shape[1],
+        **strides_of(query=call.query, key=call.key, value=call.value),
+        **dict(zip(_SHIFTS, call.index_offsets, strict=True)),
+    }
+
+
+def mask_tensors(views: MaskViews | None) -> tuple[dict[str, Tensor], dict[Entry, int]]:
+    """Return the tensors and the numbers of a mask; without one there are none."""
+    if views is None:
+        return {}, {}
+    offsets = views.offsets.contiguous()
+    batch, heads, edges = offsets.shape
+    numbers: dict[Entry, int] = {
+        "mask_batch": heads * edges if batch > 1 else 0,
+        "mask_head": edges if heads > 1 else 0,
+    }
+    return {"offsets": offsets, "runs": views.runs}, numbers
+
+
+def saved_tensors(spec: Spec, saved: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """Return what forward leaves for backward, by name."""
+    if not spec.needs_backward:
+        return {}
+    *rest, tops = saved
+    return {"rest": rest[0] if rest else None, "tops": tops}
+
+
+def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
+    """Fill the outputs."""
+    spec = made.spec
+    tensors, numbers = mask_tensors(call.mask)
+    batch, heads, length = call.query.shape[:3]
+    tiles = tile_count(length, tile_for("forward", spec).rows, spec.block_size[0])
+    launch(
+        made.compiled,
+        made.written(forward_shader),
+        call,
+        (tiles, heads, batch),
+        {
+            "query": call.query,
+            "key": call.key,
+            "value": call.value,
+            "out": out.out,
+            "lse": out.lse,
+            "max_scores": out.max_scores,
+            **saved_tensors(spec, out.saved),
+            **tensors,
+        },
+        {**call_entries(call), **numbers, **strides_of(out=out.out)},
+    )

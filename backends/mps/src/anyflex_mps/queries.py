@@ -1,0 +1,235 @@
+"""Metal source of dQ and of captured tensors' gradients: a tile of query rows walks along its runs
+of keys. No sum but those of captured tensors is made of several threadgroups' parts."""
+
+from __future__ import annotations
+
+from anyflex.plugin import Spec
+from anyflex_mps.arguments import place
+from anyflex_mps.backward_tiles import (
+    backward_memory,
+    gradient_of_score,
+    load_own,
+    nonfinite_products,
+    zero_nonfinite,
+)
+from anyflex_mps.forward import place_of_tile
+from anyflex_mps.mods import (
+    Sums,
+    captured_arguments,
+    mods_source,
+    row_sum_count,
+    total_arguments,
+    total_buffers,
+)
+from anyflex_mps.text import (
+    PLACE_OF_LANE,
+    TYPES,
+    Shader,
+    any_nonfinite,
+    fill,
+    head_of,
+    index_type,
+    kernel_text,
+    load_rows_text,
+    mask_buffers,
+    mod_arguments,
+    own_fragment,
+    row_of_blocks,
+    run_bounds,
+    shifted_row,
+    staged_rows,
+    zeros,
+)
+from anyflex_mps.tiles import pitch_of, tile_for, whole_fragments
+
+__all__ = ["queries_shader"]
+
+_QUERIES = """\
+$memory
+const int q_length = (int)$q_length;
+const int kv_length = (int)$kv_length;
+const int b = (int)group.z;
+const int h = (int)group.y;
+$place_of_tile
+if (first_row >= end_row)
+  return;
+$place_of_lane
+const int row = first_row + (int)sg * 8 + r;
+const int q_idx = min(row, end_row - 1);
+const int kv_batch = $kv_batch;
+const int kv_head = h / $ratio;
+$heads_of_tensors
+$row_of_blocks
+$load_own
+const long at_row = ((long)b * $heads + h) * q_length + q_idx;
+const float top = rows[at_row];
+const float size = rows[$row_plane + at_row];
+const float delta = rows[2 * $row_plane + at_row];
+$no_row_sums
+$zeros
+for (int pass = 0; pass < 2; pass++) {
+  for (int run = first_run; run < last_run; run++) {
+    $run_bounds
+    for (int first_key = begin; first_key < end; first_key += $step) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      $load_keys
+      $load_values
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      simdgroup_matrix<$type, 8, 8> ds[$steps];
+      uint lives = 0u;
+      for (int j = 0; j < $steps; j++) {
+        simdgroup_matrix<float, 8, 8> s = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        simdgroup_matrix<float, 8, 8> dp = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        for (int d = 0; d < $columns; d++) {
+          $own_query
+          simdgroup_matrix<$type, 8, 8> k;
+          simdgroup_load(k, k_rows + j * 8 * $pitch + d * 8, $pitch, ulong2(0), true);
+          simdgroup_multiply_accumulate(s, q, k, s);
+        }
+        for (int d = 0; d < $values; d++) {
+          $own_dout
+          simdgroup_matrix<$type, 8, 8> v;
+          simdgroup_load(v, v_rows + j * 8 * $value_pitch + d * 8, $value_pitch, ulong2(0), true);
+          simdgroup_multiply_accumulate(dp, g, v, dp);
+        }
+        for (int i = 0; i < 2; i++) {
+          const int at = first_key + j * 8 + c + i;
+          const int kv_idx = min(at, end - 1);
+          const bool inside = at < end && row < end_row;
+          const float raw = s.thread_elements()[i] * F[0];
+          const float dweight = dp.thread_elements()[i];
+          $gradient
+          ds[j].thread_elements()[i] = ($type)grad;
+          lives |= live ? 1u << (uint)(j * 2 + i) : 0u;
+        }
+      }
+      if (pass == 1) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        $zero_keys
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        $nonfinite_products
+      }
+      for (int d = 0; d < $columns; d++) {
+        for (int j = 0; j < $steps; j++) {
+          simdgroup_matrix<$type, 8, 8> k;
+          simdgroup_load(k, k_rows + j * 8 * $pitch + d * 8, $pitch);
+          simdgroup_multiply_accumulate(sums[d], ds[j], k, sums[d]);
+        }
+      }
+    }
+  }
+  if (pass == 0) {
+    $any_nonfinite
+    if (!odd)
+      break;
+    $zeros_again
+  }
+}
+$stored
+$row_gradients
+"""
+
+
+def queries_shader(spec: Spec, sums: Sums | None, wants_dq: bool) -> Shader:
+    """Return the kernel; a threadgroup is ``tile_for("queries", spec)``'s rows of a head. Its grid
+    is forward's.
+
+    Its buffers are query, key, value, dout, rows; offsets and runs with a mask; dq where it is
+    wanted; the accumulators of captured tensors (`mods.total_buffers`).
+
+    Args:
+        sums: numbers that captured tensors' gradients add up; None where none is wanted.
+    """
+    tile, type_ = tile_for("queries", spec), TYPES[spec.dtype]
+    size, e, ev = spec.dtype.itemsize, spec.head_dim, spec.value_head_dim
+    pitch, value_pitch = pitch_of(e, size), pitch_of(ev, size)
+    columns, step = whole_fragments(e) // 8, tile.step
+    buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value", "dout")]
+    buffers += ["device const float* rows", *mask_buffers(spec)]
+    buffers += [f"device {type_}* dq"] if wants_dq else []
+    row_sums = 0
+    captured = no_row_sums = row_gradients = ""
+    if sums is not None:
+        buffers += total_buffers(spec, sums)
+        totals, row_sums = total_arguments(spec, sums), row_sum_count(spec)
+        given = f"{mod_arguments(spec)}{totals}{', row_sums' if row_sums else ''}"
+        # A second pass computes the same pairs.
+        captured = f"if (pass == 0)\n  captured_gradients(grad, raw, live, {given});"
+    if row_sums:
+        no_row_sums = f"""\
+float row_sums[{row_sums}];
+for (int i = 0; i < {row_sums}; i++)
+  row_sums[i] = 0.0f;"""
+        given = f"{shifted_row()}{captured_arguments(spec)}{totals}, row_sums"
+        row_gradients = f"if (row < end_row)\n  captured_row_gradients({given});"
+    heads = [head_of(spec, tensor, "b", "h") for tensor in ("query", "dout")]
+    heads += [head_of(spec, tensor, "kv_batch", "kv_head") for tensor in ("key", "value")]
+    body = fill(
+        _QUERIES,
+        type=type_,
+        memory=backward_memory(spec, tile, own="qg", stepped="kv"),
+        q_length=place("q_length"),
+        kv_length=place("kv_length"),
+        heads=place("heads"),
+        row_plane=place("row_plane"),
+        place_of_tile=place_of_tile(spec, spec.block_size[0], tile.rows, "q_length"),
+        place_of_lane=PLACE_OF_LANE,
+        kv_batch="0" if spec.kv_broadcast else "b",
+        ratio=spec.gqa_ratio,
+        heads_of_tensors="\n".join(heads),
+        row_of_blocks=row_of_blocks(spec),
+        load_own=load_own(spec, tile, "qg"),
+        no_row_sums=no_row_sums,
+        zeros=zeros("sums", columns),
+        zeros_again=zeros("sums", columns, declared=False),
+        run_bounds=run_bounds(spec, spec.block_size[1], "0", "kv_length"),
+        load_keys=staged_rows(spec, "k_rows", "key", "first_key", "end", step),
+        load_values=staged_rows(spec, "v_rows", "value", "first_key", "end", step),
+        own_query=own_fragment(spec, tile, "q", "query"),
+        own_dout=own_fragment(spec, tile, "g", "dout"),
+        gradient=gradient_of_score(spec, captured),
+        zero_keys=zero_nonfinite("k_rows", step * pitch, tile.threads),
+        nonfinite_products=nonfinite_products(
+            spec, "sums", "ds", "key",
+            first="first_key", step=step, first_fragment="0", count=columns,
+        ),
+        any_nonfinite=any_nonfinite({"sums": columns}, tile.simdgroups),
+        stored=_stored(spec) if wants_dq else "",
+        row_gradients=row_gradients,
+        step=step,
+        steps=step // 8,
+        columns=columns,
+        values=whole_fragments(ev) // 8,
+        pitch=pitch,
+        value_pitch=value_pitch,
+    )  # fmt: skip
+    functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0)
+    functions += load_rows_text(spec, tile.threads)
+    return kernel_text("queries", spec, buffers, functions, body, tile.threads)
+
+
+_STORED = """\
+if (row < end_row) {
+  device $type* dq_row = dq + b * $batch + h * $head + ($index)row * ($index)$row;
+  for (int d = 0; d < $columns; d++) {
+    for (int i = 0; i < 2; i++) {
+      const int column = d * 8 + c + i;
+      if (column < $dim)
+        dq_row[($index)column * ($index)$column] = ($type)sums[d].thread_elements()[i];
+    }
+  }
+}"""
+
+
+def _stored(spec: Spec) -> str:
+    return fill(
+        _STORED,
+        type=TYPES[spec.dtype],
+        index=index_type(spec),
+        batch=place("dq", "batch"),
+        head=place("dq", "head"),
+        row=place("dq", "row"),
+        column=place("dq", "column"),
+        columns=whole_fragments(spec.head_dim) // 8,
+        dim=spec.head_dim,
+    )

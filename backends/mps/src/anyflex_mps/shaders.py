@@ -1,0 +1,76 @@
+"""Compiled kernels: each source is compiled once a process, at its first launch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from anyflex.plugin import free_in_child
+from anyflex_mps.text import Shader
+
+__all__ = ["CompileShader", "Shaders"]
+
+CompileShader = Callable[[str], Any]
+"""``torch.mps.compile_shader``, or what stands in for it."""
+
+
+class Shaders:
+    """Kernels by source. torch's own cache has no lock before 2.15, so one is held here."""
+
+    def __init__(self, compile_shader: CompileShader) -> None:
+        self._compile = compile_shader
+        self._kernels: dict[str, Any] = {}
+        self._refusals: dict[str, str] = {}
+        self._lock = threading.Lock()
+        free_in_child(self, "_lock")
+
+    def kernel(self, shader: Shader) -> Any:
+        """Return a shader's kernel.
+
+        Raises RuntimeError with the compiler's message and the path of the kept source, or where
+        the GPU doesn't run as many threads of the kernel in a group as it needs. A source that was
+        refused isn't compiled again.
+        """
+        found = self._kernels.get(shader.text)
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._kernels.get(shader.text)
+            if found is None:
+                found = self._kernels[shader.text] = self._compiled(shader)
+        return found
+
+    def _compiled(self, shader: Shader) -> Any:
+        if shader.text in self._refusals:
+            raise RuntimeError(self._refusals[shader.text])
+        try:
+            # The library makes a new object at each access: it is kept.
+            kernel = getattr(self._compile(shader.text), shader.name)
+        except (SyntaxError, RuntimeError) as error:
+            self._refusals[shader.text] = (
+                f"Metal's compiler refuses the kernel {shader.name!r} of anyflex-mps, kept at "
+                f"{_kept(shader)}; please report it with that file. It says: {error}"
+            )
+            raise RuntimeError(self._refusals[shader.text]) from error
+        most = kernel.max_threads_per_threadgroup
+        if most < shader.threads:
+            self._refusals[shader.text] = (
+                f"this GPU runs at most {most} threads of the kernel {shader.name!r} of "
+                f"anyflex-mps in a group, which needs {shader.threads}: it takes too many "
+                f"registers. The source is kept at {_kept(shader)}; please report it with that "
+                "file and the chip's name"
+            )
+            raise RuntimeError(self._refusals[shader.text])
+        return kernel
+
+
+def _kept(shader: Shader) -> str:
+    """Write the source to a file of its own, and return the file's path."""
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".metal", prefix=f"anyflex-{shader.name}-", delete=False
+    ) as file:
+        file.write(shader.text)
+    return os.path.abspath(file.name)
