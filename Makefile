@@ -18,7 +18,7 @@ NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang metal-compiler test-metal test-mps test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -30,6 +30,8 @@ help:
 	@echo "make conformance-cpu  every case for the CPU backend at each level of this processor, a minute a level"
 	@echo "make soak         the tests in full: all random calls, masks and mods, whole kits and builds, all compiles"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
+	@echo "make test-metal   the kernels for Apple GPUs in the emulator, in full; metal-compiler: installs the Clang it needs"
+	@echo "make test-mps     on a Mac with Apple silicon: tests, conformance kit, Apple's compiler and bench, in one report"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
 	@echo "make test-nvidia  on a machine with a Hopper GPU: kit, random calls, sanitizer, first calls; bench-nvidia: all peers"
 	@echo "make test-newest-triton  what the newest Triton that was tried makes of the GPU kernels, without a GPU"
@@ -86,6 +88,21 @@ test-arm:
 
 test-clang:
 	@bash scripts/native_checks.sh clang
+
+# Clang 19 compiles Metal kernels for the emulator in backends/mps/tests.
+metal-compiler:
+	@bash scripts/metal_compiler.sh
+
+# At most an hour on two cores. ARGS goes to the kits: ARGS="--variant races-random --case 'decode/*'".
+test-metal:
+	$(READY) test
+	@cd backends/mps && CI=1 ANYFLEX_SOAK=1 ../../$(RUN) -m pytest -q -n 2 -m "not mps"
+	@$(RUN) backends/mps/tests/emulated_kits.py --jobs 2 $(ARGS)
+
+# The report is build/mps/report.txt.
+test-mps:
+	$(READY) apple
+	@bash scripts/apple_checks.sh $(RUN) build/mps
 
 # Needs a torch for XPU: see docs/xpu.md.
 test-xpu:
@@ -167,7 +184,7 @@ docs-serve:
 
 wheels:
 	$(READY) test
-	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda
+	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda ./backends/mps
 
 clean:
 	rm -rf .venv .venv-torch dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

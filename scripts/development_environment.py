@@ -1,8 +1,8 @@
 """Makes a make target's virtual environment: `python3 scripts/development_environment.py PART...`.
 
-Parts: `test` and `lint` (the checks' tools), `docs`, `demo`. A part is installed once and again
-when something that it depends on changes; otherwise this costs a few milliseconds. anyflex itself
-is installed editable.
+Parts: `test` and `lint` (the checks' tools), `docs`, `demo`, and `apple`, which compiles nothing.
+A part is installed once and again when something that it depends on changes; otherwise this costs
+a few milliseconds. anyflex itself is installed editable.
 
 Which torch: the environment variable TORCH if set (a requirement for pip, for example
 `torch==2.11.0`, a wheel's path, or `newest` for the newest of the index), else the torch of the
@@ -35,16 +35,18 @@ CONSTRAINTS = ROOT / "constraints-dev.txt"
 WITHOUT_CUDA = ROOT / "scripts" / "torch_without_cuda.py"
 CPU_BACKEND = "./backends/cpu[jit]"
 # Projects of this repository too, installed in one command with their requirements.
-TRITON_BACKENDS = ["./backends/triton", "./backends/xpu"]
+MPS_BACKEND = "./backends/mps"
+GPU_BACKENDS = ["./backends/triton", "./backends/xpu", MPS_BACKEND]
 # Projects that require the index's Triton, which would overwrite the one of torch for AMD or
 # Intel.
 CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
 PARTS = {
-    "test": [".[test]", "pytest-xdist", CPU_BACKEND, *TRITON_BACKENDS, CUDA_BACKEND, TRITON],
+    "test": [".[test]", "pytest-xdist", CPU_BACKEND, *GPU_BACKENDS, CUDA_BACKEND, TRITON],
     "lint": [".", "ruff", "mypy", "import-linter"],
     "docs": [".[docs]"],
-    "demo": [".[demo]", CPU_BACKEND, *TRITON_BACKENDS],
+    "demo": [".[demo]", CPU_BACKEND, *GPU_BACKENDS],
+    "apple": [".[test]", MPS_BACKEND],
 }
 COMPILERS = ("c++", "g++", "clang++")
 OLDEST_PYTHON = (3, 10)
@@ -160,7 +162,7 @@ def digest(*facts: object) -> str:
     files = [ROOT / name for name in names]
     cpu = ROOT / "backends" / "cpu"
     files += [cpu / "pyproject.toml", *sorted((cpu / "native").rglob("*"))]
-    files += [ROOT / folder / "pyproject.toml" for folder in [*TRITON_BACKENDS, CUDA_BACKEND]]
+    files += [ROOT / folder / "pyproject.toml" for folder in [*GPU_BACKENDS, CUDA_BACKEND]]
     content = b"".join(each.read_bytes() for each in files if each.is_file())
     own = Path(__file__).read_bytes()
     return hashlib.sha256(content + own + repr(facts).encode()).hexdigest()

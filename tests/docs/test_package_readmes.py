@@ -13,7 +13,7 @@ READMES = [page for page in sorted(BACKENDS.glob("*/README.md")) if HEAD in page
 
 
 def test_the_packages_with_a_table_are_found() -> None:
-    assert {page.parent.name for page in READMES} >= {"cpu", "cuda", "xpu"}
+    assert {page.parent.name for page in READMES} >= {"cpu", "cuda", "xpu", "mps"}
 
 
 @pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)

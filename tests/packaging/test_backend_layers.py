@@ -48,7 +48,8 @@ def violations(own: str, text: str) -> list[str]:
 
 def test_sources_import_other_backends_by_their_public_names() -> None:
     folders = {**BACKENDS, "anyflex": ROOT / "core/anyflex"}
-    assert set(folders) >= {"anyflex_cpu", "anyflex_cuda", "anyflex_triton", "anyflex_xpu"}
+    names = ("cpu", "cuda", "triton", "xpu", "mps")
+    assert set(folders) >= {f"anyflex_{name}" for name in names}
     found = {
         str(file.relative_to(ROOT)): lines
         for own, folder in folders.items()
@@ -70,6 +71,7 @@ def test_sources_import_other_backends_by_their_public_names() -> None:
         ("anyflex_cuda", "import anyflex_triton.building", 1),
         ("anyflex_cuda", "def f():\n    from anyflex_triton.building import annotations", 1),
         ("anyflex_xpu", "from anyflex_cuda.kernel import CudaKernel", 1),
+        ("anyflex_mps", "from anyflex_triton.lowering import TRITON", 1),
         ("anyflex_triton", "import anyflex_cpu", 1),
         ("anyflex", "from anyflex_triton.building import Program", 1),
     ],

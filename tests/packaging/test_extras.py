@@ -89,7 +89,7 @@ def test_a_release_names_versions_and_no_folder(hook: ModuleType, tmp_path: Path
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads TOML")
 @pytest.mark.parametrize("release", [True, False])
-def test_the_extra_cpu_of_this_checkout_brings_the_backend_and_llvmlite(
+def test_the_extra_all_of_this_checkout_brings_llvmlite_and_what_needs_no_gpu_package(
     hook: ModuleType, release: bool
 ) -> None:
     import tomllib
@@ -97,10 +97,10 @@ def test_the_extra_cpu_of_this_checkout_brings_the_backend_and_llvmlite(
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     config = ours["tool"]["hatch"]["metadata"]["hooks"]["custom"]
     extras = hook.make_extras(config, ROOT, release=release)
-    for name in ("cpu", "all"):
-        (requirement,) = extras[name]
-        assert requirement.startswith("anyflex-cpu[jit]")
-        assert ("file://" in requirement) is not release
+    (cpu,), (mps,) = extras["cpu"], extras["mps"]
+    assert extras["all"] == [cpu, mps]
+    assert cpu.startswith("anyflex-cpu[jit]") and mps.startswith("anyflex-mps")
+    assert ("file://" in cpu) is ("file://" in mps) is not release
     backend = tomllib.loads((ROOT / "backends/cpu/pyproject.toml").read_text(encoding="utf-8"))
     assert backend["project"]["optional-dependencies"]["jit"] == ["llvmlite>=0.45"]
 

@@ -1,5 +1,4 @@
-"""Packages of Triton kernels, installed for real: the packages that come with them, and those that
-stay."""
+"""Backends of GPUs, installed for real: the packages that come with them, and those that stay."""
 
 from __future__ import annotations
 
@@ -33,9 +32,15 @@ BACKENDS = {
 def checkout_of_both(checkout: Path) -> Path:
     """A copy of the checkout with these two backends."""
     for name in ("triton", "xpu"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "backends" / name, checkout / "backends" / name, ignore=ignore)
+        copy_backend(checkout, name)
     return checkout
+
+
+def copy_backend(checkout: Path, name: str) -> Path:
+    """Copy a backend of this repository into a checkout; return its folder there."""
+    folder, ignore = checkout / "backends" / name, shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "backends" / name, folder, ignore=ignore)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +87,7 @@ def test_the_extra_rocm_brings_the_portable_backend_alone(
 def test_the_extra_cuda_brings_both_packages_and_triton(
     checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "backends/cuda", checkout_of_both / "backends/cuda", ignore=ignore)
+    copy_backend(checkout_of_both, "cuda")
     environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], stocked)
     environment.install(f"{checkout_of_both}[cuda]", cwd=tmp_path)
     versions, backends = installed(environment)
@@ -116,12 +120,25 @@ def test_the_packages_install_editable_beside_core(
     assert installed(environment)[1] == BACKENDS
 
 
-@pytest.mark.parametrize("name", ["triton", "xpu"])
+def test_the_extra_mps_installs_without_an_apple_gpu_and_brings_no_triton(
+    checkout: Path, pips: dict[str, Path], house: Path, tmp_path: Path
+) -> None:
+    copy_backend(checkout, "mps")
+    environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], house)
+    environment.install(f"{checkout}[mps]", cwd=tmp_path)
+    versions, backends = installed(environment)
+    assert backends == {
+        "reference": BACKENDS["reference"], "mps": "anyflex_mps.backend:MpsBackend"
+    }  # fmt: skip
+    assert not [name for name in versions if "triton" in name or "cuda" in name]
+
+
+@pytest.mark.parametrize("name", ["triton", "xpu", "mps"])
 def test_a_wheel_has_its_types_and_licence_and_requires_no_triton(
-    name: str, checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
+    name: str, checkout: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:
     environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], stocked)
-    folder = checkout_of_both / "backends" / name
+    folder = copy_backend(checkout, name)
     environment.wheel(str(folder), str(tmp_path / "wheels"), cwd=tmp_path, release=True)
     (wheel,) = tmp_path.glob(f"wheels/anyflex_{name}-0.1.0-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -1,0 +1,52 @@
+"""The backend for Apple GPUs: its own tests pass, and it imports public names only."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backends.packages import FOLDER, imported_modules, run_tests
+
+PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
+LISTED = {
+    "test_mods.py": ("anyflex.tracing.trace", "anyflex.testing.mods."),
+    "test_random_mods.py": ("anyflex.tracing.trace",),
+}
+"""Imports beyond the public names: the kit's list of mods and their graphs, which a backend gets
+in a spec only."""
+FILES = sorted([*FOLDER.glob("mps/src/**/*.py"), *FOLDER.glob("mps/tests/*.py")])
+EMULATOR = sorted(FOLDER.glob("mps/tests/emulator/**/*.py"))
+
+
+def test_its_own_tests_pass(tmp_path: Path) -> None:
+    printed = run_tests("mps", tmp_path, "-m", "not mps")
+    absent = re.search(r"the Metal emulator (needs|runs on) .*", printed)
+    if absent is not None and not os.environ.get("CI"):
+        pytest.skip(absent[0])
+    assert " passed" in printed
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
+def test_what_needs_an_apple_gpu_is_skipped_with_the_reason_and_counted(tmp_path: Path) -> None:
+    printed = run_tests("mps", tmp_path, "-m", "mps", "tests/test_gpu.py")
+    skipped = re.search(r"^(\d+) skipped in ", printed, flags=re.MULTILINE)
+    assert skipped is not None and int(skipped[1]) > 0, printed
+    assert "no Apple GPU: torch.backends.mps.is_available() is False" in printed
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_it_imports_public_names_only(file: Path) -> None:
+    for module in imported_modules(file):
+        public = module in PUBLIC or module.startswith(LISTED.get(file.name, ()))
+        assert public or not module.startswith("anyflex."), module
+        package = module.partition(".")[0]
+        assert package == "anyflex_mps" or "anyflex_" not in package, module
+
+
+@pytest.mark.parametrize("file", EMULATOR, ids=lambda file: file.name)
+def test_the_emulator_imports_nothing_of_what_it_judges(file: Path) -> None:
+    assert not re.search(r"^\s*(from|import) anyflex", file.read_text(), flags=re.MULTILINE)
