@@ -28,6 +28,7 @@ struct simdgroup_state {
     uint products; // completed products
     uint at_barrier, finished;
     uint calls_of_finished, accesses_of_finished;
+    uint checked_accesses;         // of matrices, by the lane that came first
     const void* sites[KEPT_SITES]; // of the last calls
     alignas(64) char board[2][32 * 64];
     queued_product* queue;

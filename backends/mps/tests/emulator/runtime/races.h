@@ -42,9 +42,13 @@ static std::vector<tracked_buffer> buffers;
 static unsigned char buffer_of_page[256];
 static uint threadgroup_epoch, device_epoch, serial;
 static int shift;
+static uint lane_of[64]; // which lane holds an element of an 8x8 matrix
 
-static access now(uint epoch, uint of_simdgroup) {
-    return epoch << 20 | (of_simdgroup & 1023) << 10 | running->lane.thread_index;
+// An access to threadgroup memory, or else to device memory, by a thread.
+static ALWAYS_INLINE access now(bool threadgroup, uint thread) {
+    const uint epoch = threadgroup ? threadgroup_epoch : device_epoch;
+    const uint of_simdgroup = threadgroup ? running->epoch : running->device_epoch;
+    return epoch << 20 | (of_simdgroup & 1023) << 10 | thread;
 }
 static uint thread_of(access a) { return a & 1023; }
 
@@ -150,24 +154,27 @@ RARE static void fail_threadgroup_bounds(const char* p, bool write, const void* 
          ", " + at_code(pc));
 }
 
-static ALWAYS_INLINE void touch_threadgroup(const char* p, uint bytes, bool write,
+static ALWAYS_INLINE bool touch_threadgroup(const char* p, uint bytes, bool write, uint thread,
                                             const void* pc) {
-    const access access_now = now(threadgroup_epoch, running->epoch);
+    const access access_now = now(true, thread);
     const uint simdgroup = 1u << running->lane.simdgroup;
     const size_t at = p - launched->threadgroup_begin;
     granule* g = &threadgroup_granules[at >> shift];
     granule* const last = &threadgroup_granules[(at + bytes - 1) >> shift];
     for (; g <= last; g++) {
-        if (__builtin_expect(g->written == REDZONE, 0))
-            return fail_threadgroup_bounds(p, write, pc);
+        if (__builtin_expect(g->written == REDZONE, 0)) {
+            fail_threadgroup_bounds(p, write, pc);
+            return false;
+        }
         const bool fine = write ? may_write(*g, access_now, simdgroup, "threadgroup memory", pc)
                                 : may_read(*g, access_now, simdgroup, "threadgroup memory", pc);
-        if (!fine) return;
+        if (!fine) return false;
     }
+    return true;
 }
 
 static void touch_threadgroup_atomically(const char* p, uint bytes, const void* pc) {
-    const access access_now = now(threadgroup_epoch, running->epoch);
+    const access access_now = now(true, running->lane.thread_index);
     const uint simdgroup = 1u << running->lane.simdgroup;
     const size_t at = p - launched->threadgroup_begin;
     for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
@@ -192,8 +199,9 @@ static inline void remember(uint& last, uint& before) {
     last = serial;
 }
 
-static void touch_device(tracked_buffer& b, size_t at, uint bytes, bool write, const void* pc) {
-    const access access_now = now(device_epoch, running->device_epoch);
+static void touch_device(tracked_buffer& b, size_t at, uint bytes, bool write, uint thread,
+                         const void* pc) {
+    const access access_now = now(false, thread);
     const uint simdgroup = 1u << running->lane.simdgroup;
     for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
         device_granule& g = b.granules[k];
@@ -221,7 +229,7 @@ static void touch_atomically(tracked_buffer& b, size_t at, uint bytes, const voi
         if (other(g.writer)) return fail_groups(does, g.writer, "wrote", b, pc);
         if (other(g.reader)) return fail_groups(does, g.reader, "read", b, pc);
         if (other(g.reader_before)) return fail_groups(does, g.reader_before, "read", b, pc);
-        const access access_now = now(device_epoch, running->device_epoch);
+        const access access_now = now(false, running->lane.thread_index);
         const uint simdgroup = 1u << running->lane.simdgroup;
         if (!may_add(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
         remember(g.adder, g.adder_before);
@@ -252,10 +260,10 @@ RARE static void fail_bounds(const char* p, bool write, const void* pc) {
 }
 
 static __attribute__((noinline)) void touch_buffer(const char* p, uint bytes, bool write,
-                                                   const void* pc) {
+                                                   uint thread, const void* pc) {
     if (tracked_buffer* b = buffer_at(p, bytes)) {
         if (b->granules)
-            touch_device(*b, p - b->buffer.at, bytes, write, pc);
+            touch_device(*b, p - b->buffer.at, bytes, write, thread, pc);
         else if (write && b->buffer.kind != UNTRACKED)
             fail(signals::wrong_access(b->buffer, p, true) + ", " + at_code(pc));
         return;
@@ -267,9 +275,26 @@ static __attribute__((noinline)) void touch_buffer(const char* p, uint bytes, bo
 static ALWAYS_INLINE void touch(const void* address, uint bytes, bool write, const void* pc) {
     const char* p = (const char*)address;
     if ((size_t)(p - running->stack) < STACK_BYTES) return;
+    const uint thread = running->lane.thread_index;
     if (p >= launched->threadgroup_begin && p + bytes <= launched->threadgroup_end)
-        return touch_threadgroup(p, bytes, write, pc);
-    touch_buffer(p, bytes, write, pc);
+        touch_threadgroup(p, bytes, write, thread, pc);
+    else
+        touch_buffer(p, bytes, write, thread, pc);
+}
+
+// The lane that comes first checks all elements, each as an access of the lane that holds it.
+static void touch_matrix(const char* first, size_t row_bytes, size_t column_bytes, uint bytes,
+                         bool write, const void* pc) {
+    const uint base = running->lane.thread_index & ~31u;
+    const char* last = first + 7 * row_bytes + 7 * column_bytes + bytes;
+    const bool shared = first >= launched->threadgroup_begin && last <= launched->threadgroup_end;
+    for (uint i = 0; i < 64; i++) {
+        const char* p = first + (i >> 3) * row_bytes + (i & 7) * column_bytes;
+        if (!shared)
+            touch_buffer(p, bytes, write, base + lane_of[i], pc);
+        else if (!touch_threadgroup(p, bytes, write, base + lane_of[i], pc))
+            return;
+    }
 }
 
 static void next_threadgroup_epoch() {
@@ -350,6 +375,15 @@ void* __tsan_memset(void* to, int value, size_t bytes) {
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+
+void emulated_matrix(const void* first, size_t row_bytes, size_t column_bytes, uint element_bytes,
+                     bool write) {
+    simdgroup_state& s = *running->simdgroup;
+    if (running->lane.matrix_accesses <= s.checked_accesses) return;
+    s.checked_accesses = running->lane.matrix_accesses;
+    races::touch_matrix((const char*)first, row_bytes, column_bytes, element_bytes, write,
+                        __builtin_return_address(0));
+}
 
 void emulated_atomic(void* at, uint bytes) {
     const void* pc = __builtin_return_address(0);

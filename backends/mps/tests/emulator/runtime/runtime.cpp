@@ -52,6 +52,7 @@ void prepare_simdgroup(uint index, uint threads) {
     s.first = index * 32;
     s.lanes = std::min(32u, threads - s.first);
     s.boards = s.arrived = s.calls = s.products = s.at_barrier = s.finished = 0;
+    s.checked_accesses = 0;
     for (uint i = 0; i < QUEUED_PRODUCTS; i++) s.queue[i].arrived = 0;
 }
 
@@ -261,6 +262,8 @@ int emulated_launch(const kernel_launch* launch, char* text, size_t text_bytes) 
     emulated_ulps = launch->ulps;
     choose_lane_order();
     races::begin_launch();
+    for (uint lane = 0; lane < 32; lane++)
+        races::lane_of[element_of(lane)] = races::lane_of[element_of(lane) + 1] = lane;
     signals::catch_all();
     const uint control = _mm_getcsr();
     if (launch->flushes_denormals) _mm_setcsr(control | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO);

@@ -40,6 +40,10 @@ const EMULATED_OWN void* emulated_exchange(const void* value, uint bytes) EMULAT
 uint emulated_multiply(float a0, float a1, float b0, float b1, uint chained, float c0, float c1,
                        int type) EMULATED_TOGETHER;
 float2 emulated_product(uint number) EMULATED_TOGETHER;
+// Announces a matrix in memory, of which each lane loads or stores two elements, to the race
+// build.
+void emulated_matrix(const void* first, size_t row_bytes, size_t column_bytes, uint element_bytes,
+                     bool write);
 // Announces an atomic operation to the race build.
 void emulated_atomic(void* at, uint bytes);
 // True now and then: a weak compare and exchange may fail without a reason.

@@ -13,6 +13,19 @@ constexpr int type_code = metal::is_same_v<T, half>     ? 1
 template <class P> auto value_at(P p) { return p[0]; }
 template <class P> using element_of = decltype(value_at(metal::declval<P>()));
 
+// The race build checks a matrix as a whole, so its elements are read and written unchecked.
+template <class T, class P>
+EMULATED_INLINE auto checked(P p, ulong stride, bool transposed, bool write) {
+    emulated_current->matrix_accesses++;
+#ifdef EMULATED_RACES
+    const ulong row = transposed ? 1 : stride, column = transposed ? stride : 1;
+    emulated_matrix(p, row * sizeof(T), column * sizeof(T), sizeof(T), write);
+    return (EMULATED_OWN T*)p;
+#else
+    return p;
+#endif
+}
+
 // Row and column of the lane's first element.
 struct place {
     int row = emulated_current->element >> 3, column = emulated_current->element & 7;
@@ -74,11 +87,11 @@ simdgroup_load(thread simdgroup_matrix<T, 8, 8>& matrix, P from, ulong elements_
     static_assert(is_same_v<emulated::element_of<P>, T>, "matrix and memory differ in type");
     const emulated::place at;
     from += origin.y * elements_per_row + origin.x;
-    emulated_current->matrix_accesses++;
+    const auto memory = emulated::checked<T>(from, elements_per_row, transposed, false);
     matrix.pending = 0;
     for (int j = 0; j < 2; j++)
         matrix.elements[j] =
-            from[emulated_index(at.row, at.column + j, elements_per_row, transposed)];
+            memory[emulated_index(at.row, at.column + j, elements_per_row, transposed)];
 }
 template <class T, class P>
 EMULATED_INLINE EMULATED_TOGETHER void
@@ -87,10 +100,10 @@ simdgroup_store(const thread simdgroup_matrix<T, 8, 8>& matrix, P to, ulong elem
     static_assert(is_same_v<emulated::element_of<P>, T>, "matrix and memory differ in type");
     const emulated::place at;
     to += origin.y * elements_per_row + origin.x;
-    emulated_current->matrix_accesses++;
+    const auto memory = emulated::checked<T>(to, elements_per_row, transposed, true);
     matrix.resolve();
     for (int j = 0; j < 2; j++)
-        to[emulated_index(at.row, at.column + j, elements_per_row, transposed)] =
+        memory[emulated_index(at.row, at.column + j, elements_per_row, transposed)] =
             matrix.elements[j];
 }
 
