@@ -138,6 +138,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "only keys": lambda: anyflex.flex_attention(
         made(2, 70, grad=False), made(2, 70), made(2, 70, grad=False), backend="mps"
     ),
+    "only values": lambda: anyflex.flex_attention(
+        made(2, 70, grad=False), made(2, 70, grad=False), made(2, 70), backend="mps"
+    ),
     "one row": lambda: anyflex.flex_attention(made(4, 1), made(4, 90), made(4, 90), backend="mps"),
     "heads share keys": lambda: anyflex.flex_attention(
         made(4, 5), made(1, 90), made(1, 90), backend="mps", enable_gqa=True
