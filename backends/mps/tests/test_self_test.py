@@ -156,7 +156,7 @@ def test_a_call_that_forces_the_backend_is_refused_with_a_line_to_report(registr
         with posing("mps", arch="apple9"), pytest.raises(BackendRefused) as raised:
             anyflex.flex_attention(query(), query(), query(), backend="mps")
         message = str(raised.value)
-        assert "not as kernels assume: the lanes of an 8x8 matrix; " in message
+        assert "wrong numbers: the lanes of an 8x8 matrix; " in message
         assert "please report this line, and use backend='reference' meanwhile" in message
 
 

@@ -71,7 +71,8 @@ def integers_of(call: Call, entries: Mapping[Entry, int]) -> list[int] | Tensor:
 
 def floats_of(call: Call) -> list[float] | Tensor:
     """Return ``F``: the scale, and the call's floats."""
-    numbers = [call.scale, *call.floats]
+    # torch takes a list's type from its first element, and a user's scale may be an int.
+    numbers = [float(call.scale), *call.floats]
     if len(numbers) <= _MOST_NUMBERS:
         return numbers
     return torch.tensor(numbers, dtype=torch.float32, device=call.query.device)

@@ -49,12 +49,15 @@ def launch_backward(
             out=saved.out, dout=grad.dout, dlse=grad.dlse, dq=grads.dq, dk=grads.dk, dv=grads.dv
         ),
     }
-    tensors = {
+    tensors: dict[str, Tensor | None] = {
         "query": call.query, "key": call.key, "value": call.value, "dout": grad.dout,
-        "out": saved.out, "rows": rows, "dlse": grad.dlse, "delta": grad.delta,
-        "lse": saved.lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv,
+        "out": saved.out, "rows": rows, "dlse": grad.dlse,
+        "dq": grads.dq, "dk": grads.dk, "dv": grads.dv,
         **saved_tensors(spec, saved.extras),
     }  # fmt: skip
+    if grad.delta is not None:
+        # They are another call's outputs, in any layout.
+        tensors |= {"delta": grad.delta.contiguous(), "lse": saved.lse.contiguous()}
     shader = made.written(rows_shader, grad.delta is not None, grad.dlse is not None)
     launch(
         made.compiled, shader, call, (-(-length // ROWS_A_GROUP), heads, batch), tensors, entries

@@ -80,9 +80,10 @@ if (lane == 0) {
   out[214] = product - F[4];
   out[215] = fast::exp2(-infinity);
   out[216] = fast::exp2(F[0] - F[0]);
+  out[217] = isnan(fast::exp2(nan)) ? 1.0f : 0.0f;
 }
 """
-_RESULTS = 217
+_RESULTS = 218
 
 
 def self_test_shader(dtype: torch.dtype) -> Shader:
@@ -106,32 +107,38 @@ def broken_assumptions(kernel: Any, dtype: torch.dtype, device: torch.device) ->
         dtype: of its matrices.
         device: where tensors are.
     """
-    index = torch.arange(64.0).view(8, 8)
+    # The user may have set torch's default dtype and device.
+    index = torch.arange(64, dtype=torch.float32, device="cpu").view(8, 8)
     # Integers: no order of summation rounds.
     a = (index * 5 + 2) % 7 - 3
     b = (index * 3 + index.T) % 5 - 2
     given = torch.cat([index.flatten(), a.flatten(), b.T.flatten()]).to(device, dtype)
-    out = torch.full((_RESULTS,), -1.0, device=device)
+    out = torch.full((_RESULTS,), -1.0, dtype=torch.float32, device=device)
     numbers = [(_HIGH << 32) + _LOW]
     kernel(out, given, numbers, list(_FLOATS), threads=[_LANES, 1, 1], group_size=[_LANES, 1, 1])
     found = out.cpu()
-    columns = torch.arange(1.0, 9.0)
+    columns = index[0] + 1
     expected = {
         "the lanes of an 8x8 matrix": (0, index),
         "the lanes of a transposed 8x8 matrix": (64, index.T),
         "a product of 8x8 matrices": (128, a @ b + 1),
         "the largest element of a row": (192, a.amax(1)),
         "elements of other lanes": (200, a @ columns),
-        "integers and floats of a call": (208, torch.tensor([_HIGH, _LOW, _FLOATS[0]])),
-        "infinities and NaN": (211, torch.tensor([1.0])),
-        "comparisons with NaN": (212, torch.tensor([0.0])),
-        "separate rounding of products and sums": (213, torch.zeros(2)),
-        "fast::exp2 of -inf and 0": (215, torch.tensor([0.0, 1.0])),
+        "integers and floats of a call": (208, _floats(_HIGH, _LOW, _FLOATS[0])),
+        "infinities and NaN": (211, _floats(1.0)),
+        "comparisons with NaN": (212, _floats(0.0)),
+        "separate rounding of products and sums": (213, _floats(0.0, 0.0)),
+        "fast::exp2 of -inf and 0": (215, _floats(0.0, 1.0)),
+        "fast::exp2 of NaN": (217, _floats(1.0)),
     }
     broken = [name for name, (at, values) in expected.items() if not _equal(found, at, values)]
     if kernel.thread_execution_width != _LANES:
         broken.append(f"{_LANES} lanes in a simdgroup")
     return broken
+
+
+def _floats(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _equal(found: Tensor, at: int, values: Tensor) -> bool:
@@ -154,7 +161,8 @@ class SelfTest:
         free_in_child(self, "_lock")
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise BackendRefused where kernels for a dtype would compute wrong numbers."""
+        """Raise BackendRefused where kernels for a dtype would compute wrong numbers, or where
+        that can't be found out; only the former is remembered."""
         with self._lock:
             if dtype not in self._refusals:
                 self._refusals[dtype] = self._refusal(dtype)
@@ -167,16 +175,16 @@ class SelfTest:
             kernel = self._shaders.kernel(self_test_shader(dtype))
             broken = broken_assumptions(kernel, dtype, self._device)
         except RuntimeError as error:
-            return _report(dtype, " ".join(str(error).split()))
+            raise BackendRefused(_report(dtype, " ".join(str(error).split()))) from error
         if not broken:
             return None
-        return _report(dtype, f"not as kernels assume: {'; '.join(broken)}")
+        wrong = "; ".join(broken)
+        return _report(dtype, f"not as kernels assume, which would compute wrong numbers: {wrong}")
 
 
 def _report(dtype: torch.dtype, problem: str) -> str:
     name = str(dtype).removeprefix("torch.")
     return (
-        f"anyflex-mps's self test of {name} fails on this machine ({machine()}): {problem}. Its "
-        "kernels would compute wrong numbers here; please report this line, and use "
-        "backend='reference' meanwhile"
+        f"anyflex-mps's self test of {name} fails on this machine ({machine()}): {problem}. "
+        "Please report this line, and use backend='reference' meanwhile"
     )

@@ -1,0 +1,72 @@
+"""Inputs of other types and layouts than the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from emulated_backend import Emulated
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex.testing import posing
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with isolated(), posing("mps"):
+        register("mps", Emulated)
+        yield
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[2]))
+
+
+def test_a_whole_number_is_a_scale() -> None:
+    query, key = drawn(1, 2, 20, 16), drawn(1, 2, 33, 16)
+    slope = 0.25
+    for score in (None, lambda s, b, h, q, k: s + slope * (q - k)):
+        out = anyflex.flex_attention(query, key, key, score, scale=1, backend="mps")
+        same = anyflex.flex_attention(query, key, key, score, scale=1.0, backend="mps")
+        assert torch.equal(out, same)
+    assert not torch.allclose(out, key.mean(2, keepdim=True).expand_as(out), atol=1e-2)
+
+
+def test_an_lse_and_a_delta_from_elsewhere_may_have_any_layout() -> None:
+    query, key, dout = drawn(2, 3, 20, 16), drawn(2, 3, 33, 16), drawn(2, 3, 20, 16)
+    scores = query @ key.mT / 4.0
+    lse, out = scores.logsumexp(-1), scores.softmax(-1) @ key
+    delta = (out * dout).sum(-1)
+    given = {"scale": 0.25, "backend": "mps"}
+    found = [
+        anyflex.flex_attention_backward(dout, query, key, key, out, each, delta=other, **given)
+        for each, other in (
+            (lse, delta),
+            (lse.mT.contiguous().mT, delta.permute(2, 1, 0).contiguous().permute(2, 1, 0)),
+        )
+    ]
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key)]
+    exact = (leaves[0] @ leaves[1].mT / 4.0).softmax(-1) @ leaves[1]
+    wanted = torch.autograd.grad(exact, leaves, dout.double())
+    for first, second in zip(*(each[:3] for each in found), strict=True):
+        assert torch.equal(first, second)
+    torch.testing.assert_close(found[0][0].double(), wanted[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        (found[0][1] + found[0][2]).double(), wanted[1], atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
+    query = drawn(1, 1, 20, 16)
+    wanted = anyflex.flex_attention(query, query, query, backend="mps")
+    torch.set_default_dtype(dtype)
+    try:
+        with isolated(), posing("mps"):
+            register("mps", Emulated)
+            found = anyflex.flex_attention(query, query, query, backend="mps")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
