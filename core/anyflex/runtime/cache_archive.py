@@ -30,10 +30,11 @@ _MEMBER = re.compile(
 )
 _COMMENT = f"anyflex cache {FOLDER}".encode()
 _UNREADABLE = (
-    OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error
+    OSError, EOFError, MemoryError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile,
+    zlib.error,
 )  # fmt: skip
-"""Exceptions that zipfile raises for a file with a flipped byte, depending on where;
-NotImplementedError is a RuntimeError."""
+"""Exceptions that zipfile raises for a file with a flipped byte, depending on where, and for a
+member larger than memory; NotImplementedError is a RuntimeError."""
 _log = logging.getLogger("anyflex")
 
 
