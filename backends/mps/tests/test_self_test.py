@@ -157,7 +157,7 @@ def test_a_call_that_forces_the_backend_is_refused_with_a_line_to_report(registr
             anyflex.flex_attention(query(), query(), query(), backend="mps")
         message = str(raised.value)
         assert "wrong numbers: the lanes of an 8x8 matrix; " in message
-        assert "please report this line, and use backend='reference' meanwhile" in message
+        assert "Please report this line, and use backend='reference' meanwhile" in message
 
 
 def test_a_call_that_forces_none_falls_back_to_right_numbers(registry: None) -> None:
