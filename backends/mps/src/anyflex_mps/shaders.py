@@ -52,7 +52,8 @@ class Shaders:
         except (SyntaxError, RuntimeError) as error:
             self._refusals[shader.text] = (
                 f"Metal's compiler refuses the kernel {shader.name!r} of anyflex-mps, kept at "
-                f"{_kept(shader)}; please report it with that file. It says: {error}"
+                f"{_kept(shader)}; please report it with that file, and use backend='reference' "
+                f"meanwhile. It says: {error}"
             )
             raise RuntimeError(self._refusals[shader.text]) from error
         most = kernel.max_threads_per_threadgroup
@@ -61,7 +62,7 @@ class Shaders:
                 f"this GPU runs at most {most} threads of the kernel {shader.name!r} of "
                 f"anyflex-mps in a group, which needs {shader.threads}: it takes too many "
                 f"registers. The source is kept at {_kept(shader)}; please report it with that "
-                "file and the chip's name"
+                "file and the chip's name, and use backend='reference' meanwhile"
             )
             raise RuntimeError(self._refusals[shader.text])
         return kernel
