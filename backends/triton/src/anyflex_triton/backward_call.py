@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from anyflex_triton.kernel_signatures import (
     padded,
     tile_count,
 )
-from anyflex_triton.launch import FixedLaunch, Launch, kept_launch
+from anyflex_triton.launch import FixedLaunch, Launch
 from anyflex_triton.mask_refinement import mask_rows
 from anyflex_triton.mods import Sums
 from anyflex_triton.program import Options
@@ -349,13 +348,19 @@ def total_launches(
         parts: as in `kept_launch`.
     """
 
-    def launch(count: int) -> FixedLaunch:
-        constants, fixed = {"BLOCK": _TOTALS_BLOCK}, {"count": count}
-        programs = -(-count // _TOTALS_BLOCK)
-        return made.fixed_launch(backward.total_kernel, programs, constants, Options(4, 1), fixed)
+    def launch(i: int, count: int) -> FixedLaunch:
+        # A tensor may grow from call to call: the launch of its last size is kept alone.
+        found = parts.get(("totals", i))
+        if found is None or found.values["count"] != count:
+            constants, programs = {"BLOCK": _TOTALS_BLOCK}, -(-count // _TOTALS_BLOCK)
+            found = made.fixed_launch(
+                backward.total_kernel, programs, constants, Options(4, 1), {"count": count}
+            )
+            parts["totals", i] = found
+        return found
 
     return [
-        kept_launch(parts, ("totals", total.numel()), partial(launch, total.numel())).launch({
+        launch(i, total.numel()).launch({
             "total": total, "integers": integers[i], "largest": integers[i + len(totals)],
             "counts": integers[i + 2 * len(totals)],
         })
