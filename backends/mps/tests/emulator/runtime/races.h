@@ -1,7 +1,7 @@
 // The race build: the kernel is compiled with -fsanitize=thread, and these are the sanitizer.
 //
-// Of each granule of threadgroup memory and of writable device memory, the last write and the last
-// reads are kept. Two accesses race if one writes and no barrier that orders the memory lies
+// The race checks keep the last write and the last reads of each granule of threadgroup memory and of
+// writable device memory. Two accesses race if one writes and no barrier that orders the memory lies
 // between. Between threadgroups nothing orders device memory, so any second one races.
 #pragma once
 #include <dlfcn.h>
