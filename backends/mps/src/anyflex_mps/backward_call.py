@@ -56,7 +56,7 @@ def launch_backward(
         **saved_tensors(spec, saved.extras),
     }  # fmt: skip
     if grad.delta is not None:
-        # They are another call's outputs, in any layout.
+        # Both come from another call, and may have any layout.
         tensors |= {"delta": grad.delta.contiguous(), "lse": saved.lse.contiguous()}
     shader = made.written(rows_shader, grad.delta is not None, grad.dlse is not None)
     launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
-from anyflex_mps.mods import mods_source
+from anyflex_mps.mods import changes_gradients
 from anyflex_mps.text import LANE_OF_COLUMN, TYPES, fill, index_type, mod_arguments, staged_rows
 from anyflex_mps.tiles import Tile, pitch_of
 
@@ -73,7 +73,7 @@ def gradient_of_score(spec: Spec, captured: str = "") -> str:
     score, live, slope = "raw", "true", "grad"
     if spec.score_graph is not None:
         score = f"score_mod(raw, {arguments})"
-        if "float score_mod_backward(" in mods_source(spec):
+        if changes_gradients(spec):
             slope = f"score_mod_backward(grad, raw, {arguments})"
     if spec.mask_graph is not None:
         live = f"(full || mask_mod({arguments}))"

@@ -1,7 +1,7 @@
 """Launches by torch.mps's rules: tensors, ``P`` and ``F`` in a kernel's order, whole threadgroups.
 
 torch doesn't count a kernel's arguments: what is missing would be read from the binding of an
-earlier kernel. Here each buffer is looked up by its name, and one that lacks is an error.
+earlier kernel. Here each buffer is looked up by its name, and a missing one is an error.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the call's floats.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -18,12 +18,11 @@ from anyflex_mps.lowering import ARGUMENTS, HELD, METAL, ModProgram
 from anyflex_mps.operations import EXACT_WORDS, functions_for
 
 __all__ = [
-    "Addition",
     "Sums",
-    "captured_additions",
     "captured_arguments",
     "captured_buffers",
     "captured_parameters",
+    "changes_gradients",
     "mods_source",
     "row_sum_count",
     "total_arguments",
@@ -105,36 +104,6 @@ def _derivative(spec: Spec) -> Derivative:
     return differentiate(simplify(spec.score_graph), wanted_captured=learned)
 
 
-class Addition(NamedTuple):
-    """Dependences of the summand that a mod's backward adds to a captured tensor's gradient.
-
-    Args:
-        at: those of ``q_idx``, ``kv_idx`` and ``score`` that decide its place.
-        of: those of the same and ``grad`` that decide its value.
-    """
-
-    at: frozenset[str]
-    of: frozenset[str]
-
-    @property
-    def is_by_pair(self) -> bool:
-        """Whether query and key together decide the place, or the score does."""
-        return "score" in self.at or {"q_idx", "kv_idx"} <= self.at
-
-
-def captured_additions(spec: Spec) -> tuple[Addition, ...]:
-    """Return the summands of ``captured_gradients``; empty where no captured tensor needs a
-    gradient."""
-    if spec.score_graph is None or not _learned(spec):
-        return ()
-    slope = _derivative(spec)
-    needs = _dependences(slope.nodes)
-    return tuple(
-        Addition(frozenset().union(*(needs[index] for index in each.indices)), needs[each.value])
-        for each in slope.scatters
-    )
-
-
 def _dependences(nodes: Sequence[Node]) -> list[frozenset[str]]:
     """Return for each node which inputs that differ within a tile it needs."""
     found: list[frozenset[str]] = []
@@ -145,13 +114,16 @@ def _dependences(nodes: Sequence[Node]) -> list[frozenset[str]]:
     return found
 
 
-def _is_grad(derivative: Derivative) -> bool:
-    """Whether the derivative is the incoming gradient itself, as for everything that is added to a
-    score."""
-    if derivative.score is None:
+def changes_gradients(spec: Spec) -> bool:
+    """Return whether the gradient of a score differs from that of the modified score: it is the
+    same for everything that is added to a score."""
+    if spec.score_graph is None:
         return False
-    node = derivative.nodes[derivative.score]
-    return node.operation == "input" and node.attribute == "grad"
+    slope = _derivative(spec)
+    if slope.score is None:
+        return True
+    node = slope.nodes[slope.score]
+    return node.operation != "input" or node.attribute != "grad"
 
 
 # The functions
@@ -286,7 +258,7 @@ def mods_source(spec: Spec, *, sums: Sums = "floats", by_row: bool = False) -> s
             _mod_function(spec, "score_mod", graph.nodes, graph.output, "float score, ", "float")
         )
         slope = _derivative(spec) if spec.needs_backward else None
-        if slope is not None and not _is_grad(slope):
+        if slope is not None and changes_gradients(spec):
             given = "float grad, float score, "
             functions.append(
                 _mod_function(spec, "score_mod_backward", slope.nodes, slope.score, given, "float")
