@@ -6,11 +6,21 @@ from __future__ import annotations
 from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
 from anyflex_mps.mods import changes_gradients
-from anyflex_mps.text import LANE_OF_COLUMN, TYPES, fill, index_type, mod_arguments, staged_rows
-from anyflex_mps.tiles import Tile, pitch_of
+from anyflex_mps.text import (
+    LANE_OF_COLUMN,
+    PLACE_OF_LANE,
+    TYPES,
+    fill,
+    index_type,
+    mod_arguments,
+    row_of_blocks,
+    staged_rows,
+)
+from anyflex_mps.tiles import Tile, pitch_of, whole_fragments
 
 __all__ = [
     "backward_memory",
+    "common_values",
     "gradient_of_score",
     "load_own",
     "nonfinite_products",
@@ -18,6 +28,27 @@ __all__ = [
 ]
 
 _TENSORS = {"q": "query", "k": "key", "v": "value", "g": "dout"}
+
+
+def common_values(spec: Spec, tile: Tile) -> dict[str, object]:
+    """Return the values of the names that the templates of both passes have."""
+    size, e, ev = spec.dtype.itemsize, spec.head_dim, spec.value_head_dim
+    return {
+        "type": TYPES[spec.dtype],
+        "q_length": place("q_length"),
+        "kv_length": place("kv_length"),
+        "heads": place("heads"),
+        "row_plane": place("row_plane"),
+        "place_of_lane": PLACE_OF_LANE,
+        "ratio": spec.gqa_ratio,
+        "row_of_blocks": row_of_blocks(spec),
+        "step": tile.step,
+        "steps": tile.step // 8,
+        "columns": whole_fragments(e) // 8,
+        "values": whole_fragments(ev) // 8,
+        "pitch": pitch_of(e, size),
+        "value_pitch": pitch_of(ev, size),
+    }
 
 
 def backward_memory(spec: Spec, tile: Tile, *, own: str, stepped: str) -> str:

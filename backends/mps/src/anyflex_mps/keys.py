@@ -7,6 +7,7 @@ from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
 from anyflex_mps.backward_tiles import (
     backward_memory,
+    common_values,
     gradient_of_score,
     load_own,
     nonfinite_products,
@@ -16,7 +17,6 @@ from anyflex_mps.forward import place_of_tile
 from anyflex_mps.mods import mods_source
 from anyflex_mps.rows import wants_delta
 from anyflex_mps.text import (
-    PLACE_OF_LANE,
     TYPES,
     Shader,
     any_nonfinite,
@@ -27,7 +27,6 @@ from anyflex_mps.text import (
     load_rows_text,
     mask_buffers,
     own_fragment,
-    row_of_blocks,
     run_bounds,
     staged_rows,
     zeros,
@@ -155,15 +154,10 @@ def keys_shader(spec: Spec) -> Shader:
 
     body = fill(
         _KEYS,
-        type=type_,
+        **common_values(spec, tile),
         memory=backward_memory(spec, tile, own="kv", stepped="qg"),
-        q_length=place("q_length"),
-        kv_length=place("kv_length"),
-        heads=place("heads"),
-        row_plane=place("row_plane"),
         parts=tile.parts,
         place_of_tile=place_of_tile(spec, spec.block_size[1], tile.rows, "kv_length", "tile"),
-        place_of_lane=PLACE_OF_LANE,
         key_head=head_of(spec, "key", "kv_batch", "kv_head"),
         value_head=head_of(spec, "value", "kv_batch", "kv_head"),
         query_head=head_of(spec, "query", "b", "h"),
@@ -175,8 +169,6 @@ def keys_shader(spec: Spec) -> Shader:
         no_dv_again=zeros("dv_sums", dv_count, declared=False),
         first_batch="0" if spec.kv_broadcast else "kv_batch",
         end_batch=f"(int){place('batch')}" if spec.kv_broadcast else "kv_batch + 1",
-        ratio=spec.gqa_ratio,
-        row_of_blocks=row_of_blocks(spec),
         run_bounds=run_bounds(spec, spec.block_size[0], "0", "q_length"),
         load_queries=staged_rows(spec, "q_rows", "query", "first_query", "end", step),
         load_douts=staged_rows(spec, "g_rows", "dout", "first_query", "end", step),
@@ -193,12 +185,6 @@ def keys_shader(spec: Spec) -> Shader:
         any_nonfinite=any_nonfinite({"dk_sums": dk_count, "dv_sums": dv_count}, tile.simdgroups),
         stored_dk=_stored(spec, "dk", dk_count) if "k" in spec.gradients else "",
         stored_dv=_stored(spec, "dv", dv_count) if "v" in spec.gradients else "",
-        step=step,
-        steps=step // 8,
-        columns=columns,
-        values=values,
-        pitch=pitch,
-        value_pitch=value_pitch,
     )
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value", "dout")]
     buffers += ["device const float* rows", *mask_buffers(spec)]

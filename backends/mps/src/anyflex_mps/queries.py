@@ -7,6 +7,7 @@ from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
 from anyflex_mps.backward_tiles import (
     backward_memory,
+    common_values,
     gradient_of_score,
     load_own,
     nonfinite_products,
@@ -22,7 +23,6 @@ from anyflex_mps.mods import (
     total_buffers,
 )
 from anyflex_mps.text import (
-    PLACE_OF_LANE,
     TYPES,
     Shader,
     any_nonfinite,
@@ -34,7 +34,6 @@ from anyflex_mps.text import (
     mask_buffers,
     mod_arguments,
     own_fragment,
-    row_of_blocks,
     run_bounds,
     shifted_row,
     staged_rows,
@@ -141,9 +140,8 @@ def queries_shader(spec: Spec, sums: Sums | None, wants_dq: bool) -> Shader:
         sums: numbers that captured tensors' gradients add up; None where none is wanted.
     """
     tile, type_ = tile_for("queries", spec), TYPES[spec.dtype]
-    size, e, ev = spec.dtype.itemsize, spec.head_dim, spec.value_head_dim
-    pitch, value_pitch = pitch_of(e, size), pitch_of(ev, size)
-    columns, step = whole_fragments(e) // 8, tile.step
+    columns, step = whole_fragments(spec.head_dim) // 8, tile.step
+    pitch = pitch_of(spec.head_dim, spec.dtype.itemsize)
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value", "dout")]
     buffers += ["device const float* rows", *mask_buffers(spec)]
     buffers += [f"device {type_}* dq"] if wants_dq else []
@@ -166,18 +164,11 @@ for (int i = 0; i < {row_sums}; i++)
     heads += [head_of(spec, tensor, "kv_batch", "kv_head") for tensor in ("key", "value")]
     body = fill(
         _QUERIES,
-        type=type_,
+        **common_values(spec, tile),
         memory=backward_memory(spec, tile, own="qg", stepped="kv"),
-        q_length=place("q_length"),
-        kv_length=place("kv_length"),
-        heads=place("heads"),
-        row_plane=place("row_plane"),
         place_of_tile=place_of_tile(spec, spec.block_size[0], tile.rows, "q_length"),
-        place_of_lane=PLACE_OF_LANE,
         kv_batch="0" if spec.kv_broadcast else "b",
-        ratio=spec.gqa_ratio,
         heads_of_tensors="\n".join(heads),
-        row_of_blocks=row_of_blocks(spec),
         load_own=load_own(spec, tile, "qg"),
         no_row_sums=no_row_sums,
         zeros=zeros("sums", columns),
@@ -196,12 +187,6 @@ for (int i = 0; i < {row_sums}; i++)
         any_nonfinite=any_nonfinite({"sums": columns}, tile.simdgroups),
         stored=_stored(spec) if wants_dq else "",
         row_gradients=row_gradients,
-        step=step,
-        steps=step // 8,
-        columns=columns,
-        values=whole_fragments(ev) // 8,
-        pitch=pitch,
-        value_pitch=value_pitch,
     )  # fmt: skip
     functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0)
     functions += load_rows_text(spec, tile.threads)
