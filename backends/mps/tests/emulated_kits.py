@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from emulated_backend import Emulated
 from emulator import SCHEDULES, Numerics, compile_shader, missing_compiler
 
@@ -60,6 +61,9 @@ class EmulatedVariant(Emulated):
 
     def compile_shader(self) -> CompileShader:
         return partial(compile_shader, **VARIANTS[os.environ[CHOICE]]._asdict())
+
+    def check_gpu(self, dtype: torch.dtype) -> None:
+        """Accept every variant: the self test would refuse the arithmetic that some are about."""
 
 
 def _run_kit(variant: str, arguments: list[str]) -> int:
