@@ -67,17 +67,17 @@ def test_setting_a_level_takes_one_that_runs_here() -> None:
 
 def test_a_level_that_is_not_built_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = library.load()
-    monkeypatch.setattr(loaded, "_left_out", lambda: b"avx512_fp16,amx_bf16")
-    assert loaded.left_out() == ("avx512_fp16", "amx_bf16")
+    monkeypatch.setattr(loaded, "_left_out", lambda: b"amx_bf16,avx512_bf16")
+    assert loaded.left_out() == ("amx_bf16", "avx512_bf16")
     match = (
         r"'amx_bf16' is an .* built without: its compiler doesn't know it; there are: .*portable"
     )
     with pytest.raises(ArgumentError, match=match):
         loaded.set_isa("amx_bf16")
     note = CpuBackend("cpu", "cpu").notes()[0]
-    assert "built without avx512_fp16, amx_bf16, which this processor can run" in note
+    assert "built without amx_bf16, avx512_bf16, which this processor can run" in note
     assert note.endswith(
-        "install a newer compiler (gcc 12 and clang 14 know all) and anyflex-cpu again"
+        "install a newer compiler (gcc 11 and clang 13 know all) and anyflex-cpu again"
     )
 
 

@@ -52,9 +52,9 @@ class Asked:
         self.kv_batch = 1 if shared else batch
         self.dim, self.value_dim = (up(dim, 32) for dim in dims)
         self.keys_padded = up(keys, 32)
-        pairs = dtype is torch.bfloat16 and ("bf16" in level or "fp16" in level)
+        pairs = dtype is torch.bfloat16 and "bf16" in level
         self.width = 2 if pairs else 4
-        self.tiles = level in ("amx_bf16", "avx512_fp16")
+        self.tiles = level == "amx_bf16"
         self.blocks = blocks
         problem = structs.Problem()
         problem.dtype, problem.threads = structs.DTYPE_CODES[dtype], threads

@@ -46,7 +46,6 @@ AF_DECLARE_LEVEL(af_avx2)
 AF_DECLARE_LEVEL(af_avx512)
 AF_DECLARE_LEVEL(af_avx512_bf16)
 AF_DECLARE_LEVEL(af_amx_bf16)
-AF_DECLARE_LEVEL(af_avx512_fp16)
 #endif
 
 namespace {
@@ -107,13 +106,11 @@ bool has_amx_bf16() {
     return has_avx512_bf16() && saves(0x60000) && bit(seven.d, 22) && bit(seven.d, 24) &&
            tiles_permitted();  // AMX-BF16 AMX-TILE
 }
-bool has_avx512_fp16() { return has_amx_bf16() && bit(cpuid(7, 0).d, 23); }
 #endif
 
 // Best first, on most processors.
 const af_level levels[] = {
 #if defined(AF_X86)
-    AF_LEVEL_ENTRY(AF_HAS_AVX512_FP16, avx512_fp16, has_avx512_fp16),
     AF_LEVEL_ENTRY(AF_HAS_AMX_BF16, amx_bf16, has_amx_bf16),
     AF_LEVEL_ENTRY(AF_HAS_AVX512_BF16, avx512_bf16, has_avx512_bf16),
     AF_LEVEL_ENTRY(AF_HAS_AVX512, avx512, has_avx512),

@@ -16,11 +16,9 @@ struct workspace {
 inline int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 inline bool has_pairs(const std::string& level) {
-    return level == "avx512_bf16" || level == "amx_bf16" || level == "avx512_fp16";
+    return level == "avx512_bf16" || level == "amx_bf16";
 }
-inline bool has_tiles(const std::string& level) {
-    return level == "amx_bf16" || level == "avx512_fp16";
-}
+inline bool has_tiles(const std::string& level) { return level == "amx_bf16"; }
 
 // src/backward_plan.h. A unit is a (batch, kv head), or a kv head where batches share keys.
 inline int64_t backward_units(const af_problem& p) {

@@ -31,7 +31,7 @@ loads."""
 NAMES = ("libanyflex_cpu.so", "anyflex_cpu.dll")
 """File names of the library; the second is that on Windows."""
 
-NEWER_COMPILER = "install a newer compiler (gcc 12 and clang 14 know all) and anyflex-cpu again"
+NEWER_COMPILER = "install a newer compiler (gcc 11 and clang 13 know all) and anyflex-cpu again"
 """Cure for a library that was built without a level."""
 
 
