@@ -27,7 +27,10 @@
     int32_t decode(const af_forward_args&, af_error*);              \
     int64_t backward_workspace(const af_problem&, int64_t captured); \
     int32_t backward(const af_backward_args&, af_error*);           \
-    void interpret(const af_program*, const af_tile*);              \
+    }
+#define AF_DECLARE_INTERPRETER(space)                  \
+    namespace space {                                  \
+    void interpret(const af_program*, const af_tile*); \
     }
 // A level's entry in the table. `built` is 1 or 0: whether the compiler can build it, found by
 // CMake. Of a level that isn't built the table has the name alone.
@@ -41,11 +44,21 @@
 #define AF_LEVEL_ENTRY(built, name, supported) AF_ENTRY_FOR(built)(name, supported)
 
 AF_DECLARE_LEVEL(af_portable)
+AF_DECLARE_INTERPRETER(af_portable)
 #if defined(AF_X86)
 AF_DECLARE_LEVEL(af_avx2)
 AF_DECLARE_LEVEL(af_avx512)
 AF_DECLARE_LEVEL(af_avx512_bf16)
 AF_DECLARE_LEVEL(af_amx_bf16)
+AF_DECLARE_INTERPRETER(af_avx2)
+AF_DECLARE_INTERPRETER(af_avx512)
+// bf16 instructions change nothing in the interpreter.
+namespace af_avx512_bf16 {
+using af_avx512::interpret;
+}
+namespace af_amx_bf16 {
+using af_avx512::interpret;
+}
 #endif
 
 namespace {
