@@ -35,8 +35,10 @@ def shell(line: str, *arguments: str, **variables: str) -> subprocess.CompletedP
 
 
 @posix
-@pytest.mark.parametrize("arguments", [("cache", "info"), EXPLAIN])
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    ("closed", "arguments"),
+    [(">&-", EXPLAIN), ("2>&-", ("cache", "info")), ("2>&-", EXPLAIN), (">&- 2>&-", EXPLAIN)],
+)
 def test_a_closed_stream_is_as_the_null_device(closed: str, arguments: tuple[str, ...]) -> None:
     done = shell(f'exec "$@" {closed}', *arguments)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
