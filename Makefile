@@ -125,7 +125,7 @@ bench-nvidia:
 test-newest-triton: $(NEWEST_TRITON)
 	$(READY) test
 	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
-	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper,blackwell,amd --types bfloat16,float32 --dims 64,128 --patterns causal --kernels forward,decode --compare --brief
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper,blackwell,amd --types bfloat16,float32 --dims 128 --patterns causal --kernels forward,decode --compare --brief
 
 $(NEWEST_TRITON):
 	$(READY) test

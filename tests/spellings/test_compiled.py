@@ -15,6 +15,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.tracing.trace import TracedMod, trace_mod
+from tests.soak import SOAK
 from tests.spellings.accepted import ACCEPTED
 from tests.spellings.surroundings import function_of, tables
 
@@ -39,7 +40,7 @@ def content(traced: TracedMod) -> tuple[Any, ...]:
     return traced.text, traced.captured, traced.ints, traced.floats
 
 
-@pytest.mark.parametrize("first", range(0, len(ACCEPTED), CHUNK))
+@pytest.mark.parametrize("first", range(0, len(ACCEPTED), CHUNK)[:: 1 if SOAK else 2])
 def test_a_compiled_trace_is_the_eager_one(first: int) -> None:
     captured = tables(torch.float32, learned=True)
     spellings = ACCEPTED[first : first + CHUNK]

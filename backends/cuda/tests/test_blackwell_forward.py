@@ -218,7 +218,7 @@ def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("seed", range(24 if SOAK else 6))
+@pytest.mark.parametrize("seed", range(24 if SOAK else 4))
 def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
     check(Case(seed))
 
@@ -252,7 +252,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(("piece", "instead"), PIECES[:: 1 if SOAK else 8])
+@pytest.mark.parametrize(("piece", "instead"), PIECES[:: 1 if SOAK else 12])
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(12):
         fixed = {

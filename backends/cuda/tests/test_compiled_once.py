@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts_beside import SOAK
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -41,6 +42,6 @@ def test_kernels_that_were_saved_are_not_compiled_again(tmp_path: Path) -> None:
     # Forward and backward, each with Hopper's and portable kernels.
     assert len(cold["launched"]) >= 6
     assert len(cold["compiled"]) == len(cold["launched"])
-    for action in ("own", "torch"):
+    for action in ("own", "torch")[: 2 if SOAK else 1]:
         found = fresh_process(action, tmp_path, tmp_path)
         assert found == {"launched": cold["launched"], "compiled": []}

@@ -138,7 +138,7 @@ def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(0 if SOAK else 2, 4))
 def test_one_key_whose_gradient_is_nan_is_found(seed: int) -> None:
     case = Case(seed, has_score_mod=True, keys=300, odd_key=70)
     found = {name: (ours, wanted) for name, ours, wanted in case.run()}
@@ -146,7 +146,7 @@ def test_one_key_whose_gradient_is_nan_is_found(seed: int) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("seed", range(24 if SOAK else 6))
+@pytest.mark.parametrize("seed", range(24 if SOAK else 4))
 def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
     check(Case(seed))
 
@@ -204,7 +204,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize(("piece", "instead"), PIECES[:: 1 if SOAK else 8])
+@pytest.mark.parametrize(("piece", "instead"), PIECES[:: 1 if SOAK else 12])
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(24):
         fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "q_block": 128}

@@ -127,7 +127,8 @@ def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    ("dims", "scattered"), [((192, 128), False), ((160, 192), True), ((72, 136), False)]
+    ("dims", "scattered"),
+    [((192, 128), False), ((160, 192), True), ((72, 136), False)][:: 1 if SOAK else 2],
 )
 def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered: bool) -> None:
     """Rows of another document have values that must not be seen, in the last part of columns."""
@@ -477,7 +478,7 @@ def test_any_scale_is_right(scale: float, length: int) -> None:
 @pytest.mark.parametrize(
     ("scored", "overlap", "keys", "block_n"),
     list(itertools.product([False, True], [False, True], [512, 506], [16, 64]))[
-        :: 1 if SOAK else 7
+        :: 1 if SOAK else 9
     ],
 )
 def test_largest_scores_and_sums_in_parts_are_right(

@@ -235,10 +235,10 @@ def test_a_mask_of_many_runs_stays_as_it_is_unless_asked(
     found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mask_refinement, "_LEAST_PAIRS", 1)
-    ids = (torch.arange(1024) // 16 % 2).to(torch.int32)
-    query = randn(1, 1, 1024, 16)
+    ids = (torch.arange(576) // 16 % 2).to(torch.int32)
+    query = randn(1, 1, 576, 16)
     mask = anyflex.create_block_mask(
-        lambda b, h, q, k: ids[k] == 1, None, None, 1024, 1024, BLOCK_SIZE=(64, 16)
+        lambda b, h, q, k: ids[k] == 1, None, None, 576, 576, BLOCK_SIZE=(64, 16)
     )
     given = {"block_m": 32, "block_n": 16}
     for options, decided in (({}, set()), ({"finer_mask": True}, {"forward"})):
