@@ -70,3 +70,21 @@ def test_torchs_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("block", [1 << 30, (1 << 31) - 1])
+def test_a_block_may_be_longer_than_all_rows(block: int) -> None:
+    query, key, dout = drawn(1, 2, 80, 16), drawn(1, 2, 90, 16), drawn(1, 2, 80, 16)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key)]
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, 80, 90, BLOCK_SIZE=block, device="cpu"
+    )
+    out = anyflex.flex_attention(leaves[0], leaves[1], leaves[1], None, mask, backend="mps")
+    found = torch.autograd.grad(out, leaves, dout)
+    exact = [tensor.double().requires_grad_() for tensor in (query, key)]
+    scores = exact[0] @ exact[1].mT / 4.0
+    dead = torch.arange(80).unsqueeze(-1) < torch.arange(90)
+    wanted = scores.masked_fill(dead, -torch.inf).softmax(-1) @ exact[1]
+    right = torch.autograd.grad(wanted, exact, dout.double())
+    for ours, theirs in zip((out, *found), (wanted, *right), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)

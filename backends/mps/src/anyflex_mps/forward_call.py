@@ -23,9 +23,9 @@ def tile_count(length: int, rows: int, block: int) -> int:
     """Return the number of tiles of a head; with a mask none crosses one of its blocks.
 
     Args:
-        block: rows of a mask's block; 0 without a mask.
+        block: rows of a mask's block, which may be longer than all rows; 0 without a mask.
     """
-    if not block:
+    if not block or block >= length:
         return -(-length // rows)
     return -(-length // block) * -(-block // rows)
 
