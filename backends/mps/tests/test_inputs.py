@@ -88,3 +88,28 @@ def test_a_block_may_be_longer_than_all_rows(block: int) -> None:
     right = torch.autograd.grad(wanted, exact, dout.double())
     for ours, theirs in zip((out, *found), (wanted, *right), strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+
+
+def exact_gradients(*tensors: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return those of query, key and value, by the formula in float64."""
+    query, key, value = leaves = [tensor.double().requires_grad_() for tensor in tensors]
+    out = (query @ key.mT / query.shape[3] ** 0.5).softmax(-1) @ value
+    return torch.autograd.grad(out, leaves, dout.double())
+
+
+@pytest.mark.parametrize("axis", [2, 3], ids=["rows", "columns"])
+@pytest.mark.parametrize("rows", [3, 66])
+def test_elements_of_a_gradient_may_lie_far_apart(rows: int, axis: int) -> None:
+    """Only written pages of the memory between them exist."""
+    shape = (1, 1, rows, 3)
+    strides = [1, 1, 3, 1]
+    strides[axis] = (1 << 31) // (shape[axis] - 1) + 64
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = torch.empty(last + 1, dtype=torch.float16)
+    dout = memory.as_strided(shape, strides).copy_(drawn(*shape))
+    tensors = [drawn(*sizes).half() for sizes in (shape, (1, 1, 20, 3), (1, 1, 20, 3))]
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = anyflex.flex_attention(*leaves, backend="mps")
+    found = torch.autograd.grad(out, leaves, dout)
+    for ours, right in zip(found, exact_gradients(*tensors, dout=dout), strict=True):
+        torch.testing.assert_close(ours.double(), right, atol=4e-3, rtol=4e-3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
+from anyflex_mps.addressing import fits_int
 from anyflex_mps.backward_call import backward_workspace, launch_backward
 from anyflex_mps.decode_call import decode_workspace, decodes, launch_decode, splits_of
 from anyflex_mps.forward_call import launch_forward
@@ -23,6 +26,13 @@ class MpsKernel(Kernel):
     def __init__(self, spec: Spec, shaders: Shaders, cores: int) -> None:
         self.spec = spec
         self._made = SpecShaders(spec, shaders, cores)
+        self._wide = SpecShaders(replace(spec, index_width=64), shaders, cores)
+
+    def _made_for(self, *tensors: Tensor | None) -> SpecShaders:
+        """Return the kernels whose offsets hold these tensors' elements: ``Spec.index_width`` is
+        that of query, key and value alone."""
+        fit = all(tensor is None or fits_int(tensor) for tensor in tensors)
+        return self._made if fit else self._wide
 
     def describe(self, call: Call) -> str:
         """Return ``decode splits=8`` or ``prefill 32x32``: rows by keys of a step."""
@@ -54,10 +64,11 @@ class MpsKernel(Kernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
+        made = self._made_for(out.out)
         if decodes(self.spec, call):
-            launch_decode(self._made, call, out)
+            launch_decode(made, call, out)
         else:
-            launch_forward(self._made, call, out)
+            launch_forward(made, call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
@@ -66,4 +77,5 @@ class MpsKernel(Kernel):
                 if gradient is not None:
                     gradient.zero_()
             return
-        launch_backward(self._made, call, saved, grad, grads)
+        made = self._made_for(saved.out, grad.dout, grads.dq, grads.dk, grads.dv)
+        launch_backward(made, call, saved, grad, grads)
