@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec
-from anyflex_mps.addressing import fits_int
+from anyflex.plugin import (
+    BackendRefused,
+    Call,
+    GradInputs,
+    Grads,
+    Outputs,
+    Saved,
+    Spec,
+    parse_graph,
+)
+from anyflex_mps.addressing import check_sizes, fits_int
 from anyflex_mps.kernel import MpsKernel
+from anyflex_mps.lowering import LONGEST, MOST_HEADS
+from anyflex_mps.mods import mods_source
 from anyflex_mps.shaders import Shaders
 
 
@@ -135,3 +146,53 @@ def test_an_output_may_need_wider_offsets_than_its_inputs(rows: int, wide: bool)
     """The query's elements fit 32 bits: those of an out of 256 columns don't."""
     call = call_of(empty(1, 1, rows, 1), empty(1, 1, 70, 1), empty(1, 1, 70, 256))
     assert is_wide(launched(call, 256)["forward"]) is wide
+
+
+SIZES = [
+    ((1, 1, LONGEST, 1), (1, 1, 70, 1), ""),
+    ((1, 1, 70, 1), (1, 1, LONGEST, 1), ""),
+    ((MOST_HEADS, 1, 70, 1), (MOST_HEADS, 1, 70, 1), ""),
+    ((1, MOST_HEADS, 70, 1), (1, MOST_HEADS, 70, 1), ""),
+    ((1, 1, LONGEST + 1, 1), (1, 1, 70, 1), "number of query rows is 134216705"),
+    ((1, 1, 70, 1), (1, 1, LONGEST + 1, 1), "number of keys is 134216705"),
+    ((MOST_HEADS + 1, 1, 70, 1), (MOST_HEADS + 1, 1, 70, 1), "batch is 1048577"),
+    ((1, MOST_HEADS + 1, 70, 1), (1, MOST_HEADS + 1, 70, 1), "number of query heads is 1048577"),
+]
+
+
+@pytest.mark.parametrize(("query", "key", "reason"), SIZES, ids=str)
+def test_sizes_beyond_the_kernels_integers_are_refused(
+    query: tuple[int, ...], key: tuple[int, ...], reason: str
+) -> None:
+    call = call_of(empty(*query), empty(*key), empty(*key))
+    if not reason:
+        assert launched(call, 1).keys() >= {"rows", "keys", "queries"}
+        return
+    cure = r"count from 0 to \d+\. Call it in parts, or use backend='reference'$"
+    with pytest.raises(BackendRefused, match=f"{reason}, and its kernels {cure}"):
+        launched(call, 1)
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_offsets_of_indices_count(axis: int, offset: int) -> None:
+    size = LONGEST if axis > 1 else MOST_HEADS
+    shape = [size if at == axis else 1 for at in range(4)]
+    query, key = empty(*shape[:3], 1), empty(*shape[:2], shape[3], 1)
+    call = call_of(query, key, key)
+    check_sizes(call)
+    offsets = tuple(offset if at == axis else 0 for at in range(4))
+    object.__setattr__(call, "index_offsets", offsets)
+    with pytest.raises(BackendRefused, match=f", from {offset} on, is {size}, and its kernels"):
+        check_sizes(call)
+
+
+@pytest.mark.parametrize("index_width", [32, 64])
+@pytest.mark.parametrize(("factor", "type_"), [(16, "int"), (17, "long")])
+def test_an_index_is_int_where_no_length_makes_it_longer(
+    factor: int, type_: str, index_width: Literal[32, 64]
+) -> None:
+    graph = parse_graph(f"input i64 - q_idx;const i64 - {factor};mul i64 0,1 -;cast f32 2 -;=3")
+    spec = Spec("mps", "apple9", torch.float16, 16, 16, score_graph=graph, index_width=index_width)
+    assert (LONGEST - 1) * 16 < 1 << 31 < (LONGEST - 1) * 17
+    assert re.search(rf"const {type_} v\d+ = (\w+) \* (\w+);", mods_source(spec))

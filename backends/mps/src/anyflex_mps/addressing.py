@@ -4,7 +4,30 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["fits_int"]
+from anyflex.plugin import BackendRefused, Call
+from anyflex_mps.lowering import LONGEST, MOST_HEADS
+
+__all__ = ["check_sizes", "fits_int"]
+
+_BOUNDS = {
+    "the batch": MOST_HEADS,
+    "the number of query heads": MOST_HEADS,
+    "the number of query rows": LONGEST,
+    "the number of keys": LONGEST,
+}
+"""Bounds of the indices that mods see, in the order of `Call.index_offsets`."""
+
+
+def check_sizes(call: Call) -> None:
+    """Raise BackendRefused where an index is beyond what the kernels' integers are made for."""
+    sizes = (*call.query.shape[:3], call.key.shape[2])
+    for (name, most), size, offset in zip(_BOUNDS.items(), sizes, call.index_offsets, strict=True):
+        if offset < 0 or size + offset > most:
+            begin = f", from {offset} on," if offset else ""
+            raise BackendRefused(
+                f"backend 'mps': {name}{begin} is {size}, and its kernels count from 0 to "
+                f"{most - 1}. Call it in parts, or use backend='reference'"
+            )
 
 
 def fits_int(tensor: Tensor) -> bool:

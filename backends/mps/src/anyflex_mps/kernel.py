@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
-from anyflex_mps.addressing import fits_int
+from anyflex_mps.addressing import check_sizes, fits_int
 from anyflex_mps.backward_call import backward_workspace, launch_backward
 from anyflex_mps.decode_call import decode_workspace, decodes, launch_decode, splits_of
 from anyflex_mps.forward_call import launch_forward
@@ -63,7 +63,8 @@ class MpsKernel(Kernel):
         return ()
 
     def forward(self, call: Call, out: Outputs) -> None:
-        """Fill `out`."""
+        """Fill `out`. Raises BackendRefused where `check_sizes` does."""
+        check_sizes(call)
         made = self._made_for(out.out)
         if decodes(self.spec, call):
             launch_decode(made, call, out)
@@ -71,7 +72,8 @@ class MpsKernel(Kernel):
             launch_forward(made, call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
-        """Fill `grads`."""
+        """Fill `grads`. Raises BackendRefused where `check_sizes` does."""
+        check_sizes(call)
         if call.query.numel() == 0 or call.key.numel() == 0 or call.value.numel() == 0:
             for gradient in (grads.dq, grads.dk, grads.dv):
                 if gradient is not None:

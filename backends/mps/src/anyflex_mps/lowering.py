@@ -15,13 +15,14 @@ import torch
 
 from anyflex.plugin import IntegerRange, Lowering, Node, Spec, integer_ranges
 
-__all__ = ["ARGUMENTS", "HELD", "METAL", "MODS_AT", "ModProgram"]
+__all__ = ["ARGUMENTS", "HELD", "LONGEST", "METAL", "MODS_AT", "MOST_HEADS", "ModProgram"]
 
-LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
-"""Bound of a call's lengths by ``Spec.index_width``; mods see up to 2^10 more, of padding."""
+LONGEST = (1 << 27) - (1 << 10)
+"""Largest number of query rows, and of keys: 16 times a position fits int, and a launch of 32
+threads a row fits the 32 bits of torch's grids."""
 
 MOST_HEADS = 1 << 20
-"""Bound of a call's batch and heads."""
+"""Largest batch, and number of query heads."""
 
 MODS_AT = 64
 """Place in ``P`` of the first captured tensor's sizes: kernels' own entries come before."""
@@ -78,7 +79,7 @@ class ModProgram:
         for facts in spec.captured:
             places.append(first)
             first += 2 * facts.rank
-        indices = IntegerRange(0, LONGEST[spec.index_width] + (1 << 10) - 1)
+        indices = IntegerRange(0, LONGEST - 1)
         heads = IntegerRange(0, MOST_HEADS - 1)
         inputs = {"b": heads, "h": heads, "q_idx": indices, "kv_idx": indices}
         found = zip(nodes, integer_ranges(nodes, inputs), strict=True)
