@@ -113,3 +113,27 @@ def test_elements_of_a_gradient_may_lie_far_apart(rows: int, axis: int) -> None:
     found = torch.autograd.grad(out, leaves, dout)
     for ours, right in zip(found, exact_gradients(*tensors, dout=dout), strict=True):
         torch.testing.assert_close(ours.double(), right, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_infinite_gradient_counts_whatever_its_weight(dtype: torch.dtype) -> None:
+    query, key, value = (torch.zeros(1, 1, rows, 16, dtype=dtype) for rows in (3, 70, 70))
+    query[0, 0, :, 0] = 1.0
+    # Weights of the last keys are below the least number of each type.
+    key[0, 0, 60:, 0] = -200.0
+    dout = drawn(1, 1, 3, 16).to(dtype)
+    dout[0, 0, 1, 5], dout[0, 0, 1, 6] = torch.inf, -torch.inf
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: k != 65, None, None, 3, 70, BLOCK_SIZE=16, device="cpu"
+    )
+    found = {}
+    for backend in ("mps", "reference"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        out = anyflex.flex_attention(*leaves, None, mask, scale=1.0, backend=backend)
+        found[backend] = torch.autograd.grad(out, leaves, dout)
+    for ours, right in zip(found["mps"], found["reference"], strict=True):
+        torch.testing.assert_close(ours, right, atol=4e-3, rtol=4e-3, equal_nan=True)
+    dv = found["mps"][2][0, 0]
+    live = torch.arange(70) != 65
+    assert dv[live, 5].eq(torch.inf).all() and dv[live, 6].eq(-torch.inf).all()
+    assert dv[65].eq(0).all()

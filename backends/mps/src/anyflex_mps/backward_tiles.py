@@ -123,7 +123,6 @@ _PRODUCTS = """\
 for (int j = 0; j < $step; j++) {
   const ushort other = $lane_of_column;
   const uint seen = simd_shuffle(lives, other) >> (uint)(j / 8 * 2 + j % 2) & 1u;
-  const float factor = simd_shuffle((float)$factors[j / 8].thread_elements()[j % 2], other);
   for (int d = 0; d < $count; d++) {
     for (int i = 0; i < 2; i++) {
       const int column = ($first_fragment + d) * 8 + c + i;
@@ -131,7 +130,7 @@ for (int j = 0; j < $step; j++) {
       if (seen != 0u && $first + j < end && column < $dim)
         x = (float)$rows[
             ($index)($first + j) * ($index)$row + ($index)column * ($index)$column];
-      $sums[d].thread_elements()[i] += isfinite(x) ? 0.0f : factor * x;
+      $sums[d].thread_elements()[i] += isfinite(x) ? 0.0f : x;
     }
   }
 }"""
@@ -140,7 +139,6 @@ for (int j = 0; j < $step; j++) {
 def nonfinite_products(
     spec: Spec,
     sums: str,
-    factors: str,
     tensor: str,
     *,
     first: str,
@@ -148,18 +146,19 @@ def nonfinite_products(
     first_fragment: str,
     count: int,
 ) -> str:
-    """Return statements that add to sums the products with what isn't finite in a step's rows,
-    from device memory, of live pairs alone.
+    """Return statements that add to sums what isn't finite in a step's rows, from device memory,
+    where ``lives``, a bit for each of a lane's pairs, has a live pair.
+
+    It counts whatever its factor is: a small weight is 0 in half, and 0 * infinity is NaN. A
+    factor that is NaN has reached the sums by products with the zeros that are staged instead.
 
     Args:
         sums: ``count`` fragments of columns, from ``first_fragment`` on.
-        factors: fragments of the other operand. ``lives`` has a bit for each of a lane's pairs.
         tensor: whose rows the step has, from row ``first`` on; ``end`` is where they end.
     """
     return fill(
         _PRODUCTS,
         sums=sums,
-        factors=factors,
         rows=f"{tensor}_head",
         first=first,
         step=step,

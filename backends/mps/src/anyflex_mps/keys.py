@@ -146,9 +146,9 @@ def keys_shader(spec: Spec) -> Shader:
     # Fragments of a part of the columns.
     dk_count, dv_count = -(-columns // tile.parts), -(-values // tile.parts)
 
-    def nonfinite(sums: str, factors: str, tensor: str, count: int) -> str:
+    def nonfinite(sums: str, tensor: str, count: int) -> str:
         return nonfinite_products(
-            spec, sums, factors, tensor,
+            spec, sums, tensor,
             first="first_query", step=step, first_fragment=f"part * {count}", count=count,
         )  # fmt: skip
 
@@ -178,8 +178,8 @@ def keys_shader(spec: Spec) -> Shader:
         delta=f"row_values[2 * {place('row_plane')} + q_idx]" if wants_delta(spec) else "0.0f",
         zero_queries=zero_nonfinite("q_rows", step * pitch, tile.threads),
         zero_douts=zero_nonfinite("g_rows", step * value_pitch, tile.threads),
-        nonfinite_queries=nonfinite("dk_sums", "ds", "query", dk_count),
-        nonfinite_douts=nonfinite("dv_sums", "p", "dout", dv_count),
+        nonfinite_queries=nonfinite("dk_sums", "query", dk_count),
+        nonfinite_douts=nonfinite("dv_sums", "dout", dv_count),
         dv_products=_products(spec, "dv_sums", "p", "g_rows", step, dv_count, values, value_pitch),
         dk_products=_products(spec, "dk_sums", "ds", "q_rows", step, dk_count, columns, pitch),
         any_nonfinite=any_nonfinite({"dk_sums": dk_count, "dv_sums": dv_count}, tile.simdgroups),

@@ -181,7 +181,7 @@ for (int i = 0; i < {row_sums}; i++)
         gradient=gradient_of_score(spec, captured),
         zero_keys=zero_nonfinite("k_rows", step * pitch, tile.threads),
         nonfinite_products=nonfinite_products(
-            spec, "sums", "ds", "key",
+            spec, "sums", "key",
             first="first_key", step=step, first_fragment="0", count=columns,
         ),
         any_nonfinite=any_nonfinite({"sums": columns}, tile.simdgroups),
