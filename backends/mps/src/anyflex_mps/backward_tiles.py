@@ -111,12 +111,12 @@ def gradient_of_score(spec: Spec, captured: str = "") -> str:
     return fill(_GRADIENT, score=score, live=live, slope=slope, captured=captured)
 
 
-def zero_nonfinite(staged: str, count: int, threads: int) -> str:
+def zero_nonfinite(spec: Spec, staged: str, count: int, threads: int) -> str:
     """Return the statement that zeroes what isn't finite in staged rows."""
     return f"""\
 for (int i = (int)tid; i < {count}; i += {threads})
   if (!isfinite((float){staged}[i]))
-    {staged}[i] = 0;"""
+    {staged}[i] = ({TYPES[spec.dtype]})0.0f;"""
 
 
 _PRODUCTS = """\

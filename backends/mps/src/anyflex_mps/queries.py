@@ -179,7 +179,7 @@ for (int i = 0; i < {row_sums}; i++)
         own_query=own_fragment(spec, tile, "q", "query"),
         own_dout=own_fragment(spec, tile, "g", "dout"),
         gradient=gradient_of_score(spec, captured),
-        zero_keys=zero_nonfinite("k_rows", step * pitch, tile.threads),
+        zero_keys=zero_nonfinite(spec, "k_rows", step * pitch, tile.threads),
         nonfinite_products=nonfinite_products(
             spec, "sums", "key",
             first="first_key", step=step, first_fragment="0", count=columns,
