@@ -39,7 +39,7 @@ from anyflex_mps.text import (
     staged_rows,
     zeros,
 )
-from anyflex_mps.tiles import pitch_of, tile_for, whole_fragments
+from anyflex_mps.tiles import Tile, pitch_of, tile_for, whole_fragments
 
 __all__ = ["queries_shader"]
 
@@ -66,7 +66,7 @@ const float size = rows[$row_plane + at_row];
 const float delta = rows[2 * $row_plane + at_row];
 $no_row_sums
 $zeros
-for (int pass = 0; pass < 2; pass++) {
+for (int pass = 0; pass < $passes; pass++) {
   for (int run = first_run; run < last_run; run++) {
     $run_bounds
     for (int first_key = begin; first_key < end; first_key += $step) {
@@ -74,8 +74,7 @@ for (int pass = 0; pass < 2; pass++) {
       $load_keys
       $load_values
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      simdgroup_matrix<$type, 8, 8> ds[$steps];
-      uint lives = 0u;
+      $no_ds
       for (int j = 0; j < $steps; j++) {
         simdgroup_matrix<float, 8, 8> s = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
         simdgroup_matrix<float, 8, 8> dp = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -98,31 +97,13 @@ for (int pass = 0; pass < 2; pass++) {
           const float raw = s.thread_elements()[i] * F[0];
           const float dweight = dp.thread_elements()[i];
           $gradient
-          ds[j].thread_elements()[i] = ($type)grad;
-          lives |= live ? 1u << (uint)(j * 2 + i) : 0u;
+          $kept
         }
       }
-      if (pass == 1) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        $zero_keys
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        $nonfinite_products
-      }
-      for (int d = 0; d < $columns; d++) {
-        for (int j = 0; j < $steps; j++) {
-          simdgroup_matrix<$type, 8, 8> k;
-          simdgroup_load(k, k_rows + j * 8 * $pitch + d * 8, $pitch);
-          simdgroup_multiply_accumulate(sums[d], ds[j], k, sums[d]);
-        }
-      }
+      $products
     }
   }
-  if (pass == 0) {
-    $any_nonfinite
-    if (!odd)
-      break;
-    $zeros_again
-  }
+  $repeat
 }
 $stored
 $row_gradients
@@ -140,8 +121,7 @@ def queries_shader(spec: Spec, sums: Sums | None, wants_dq: bool) -> Shader:
         sums: numbers that captured tensors' gradients add up; None where none is wanted.
     """
     tile, type_ = tile_for("queries", spec), TYPES[spec.dtype]
-    columns, step = whole_fragments(spec.head_dim) // 8, tile.step
-    pitch = pitch_of(spec.head_dim, spec.dtype.itemsize)
+    step = tile.step
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value", "dout")]
     buffers += ["device const float* rows", *mask_buffers(spec)]
     buffers += [f"device {type_}* dq"] if wants_dq else []
@@ -171,26 +151,87 @@ for (int i = 0; i < {row_sums}; i++)
         heads_of_tensors="\n".join(heads),
         load_own=load_own(spec, tile, "qg"),
         no_row_sums=no_row_sums,
-        zeros=zeros("sums", columns),
-        zeros_again=zeros("sums", columns, declared=False),
+        **_dq_parts(spec, tile, wants_dq),
         run_bounds=run_bounds(spec, spec.block_size[1], "0", "kv_length"),
         load_keys=staged_rows(spec, "k_rows", "key", "first_key", "end", step),
         load_values=staged_rows(spec, "v_rows", "value", "first_key", "end", step),
         own_query=own_fragment(spec, tile, "q", "query"),
         own_dout=own_fragment(spec, tile, "g", "dout"),
         gradient=gradient_of_score(spec, captured),
+        row_gradients=row_gradients,
+    )
+    functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0)
+    functions += load_rows_text(spec, tile.threads)
+    return kernel_text("queries", spec, buffers, functions, body, tile.threads)
+
+
+# Parts that make dQ
+
+_NO_DS = """\
+simdgroup_matrix<$type, 8, 8> ds[$steps];
+uint lives = 0u;"""
+_KEPT = """\
+ds[j].thread_elements()[i] = ($type)grad;
+lives |= live ? 1u << (uint)(j * 2 + i) : 0u;"""
+_PRODUCTS = """\
+if (pass == 1) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  $zero_keys
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  $nonfinite_products
+}
+for (int d = 0; d < $columns; d++) {
+  for (int j = 0; j < $steps; j++) {
+    simdgroup_matrix<$type, 8, 8> k;
+    simdgroup_load(k, k_rows + j * 8 * $pitch + d * 8, $pitch);
+    simdgroup_multiply_accumulate(sums[d], ds[j], k, sums[d]);
+  }
+}"""
+_REPEAT = """\
+if (pass == 0) {
+  $any_nonfinite
+  if (!odd)
+    break;
+  $zeros_again
+}"""
+
+
+def _dq_parts(spec: Spec, tile: Tile, wants_dq: bool) -> dict[str, object]:
+    """Return the values of the names in `_QUERIES` that make dQ. Without it a second pass, whose
+    numbers are dQ's alone, doesn't run."""
+    if not wants_dq:
+        return {
+            "passes": 1,
+            **dict.fromkeys(("zeros", "no_ds", "kept", "products", "repeat", "stored"), ""),
+        }
+    columns, step = whole_fragments(spec.head_dim) // 8, tile.step
+    pitch, type_ = pitch_of(spec.head_dim, spec.dtype.itemsize), TYPES[spec.dtype]
+    products = fill(
+        _PRODUCTS,
         zero_keys=zero_nonfinite(spec, "k_rows", step * pitch, tile.threads),
         nonfinite_products=nonfinite_products(
             spec, "sums", "key",
             first="first_key", step=step, first_fragment="0", count=columns,
         ),
-        any_nonfinite=any_nonfinite({"sums": columns}, tile.simdgroups),
-        stored=_stored(spec) if wants_dq else "",
-        row_gradients=row_gradients,
+        type=type_,
+        columns=columns,
+        steps=step // 8,
+        pitch=pitch,
     )  # fmt: skip
-    functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0)
-    functions += load_rows_text(spec, tile.threads)
-    return kernel_text("queries", spec, buffers, functions, body, tile.threads)
+    repeat = fill(
+        _REPEAT,
+        any_nonfinite=any_nonfinite({"sums": columns}, tile.simdgroups),
+        zeros_again=zeros("sums", columns, declared=False),
+    )
+    return {
+        "passes": 2,
+        "zeros": zeros("sums", columns),
+        "no_ds": fill(_NO_DS, type=type_, steps=step // 8),
+        "kept": fill(_KEPT, type=type_),
+        "products": products,
+        "repeat": repeat,
+        "stored": _stored(spec),
+    }
 
 
 _STORED = """\

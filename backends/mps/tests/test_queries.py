@@ -1,0 +1,74 @@
+"""Kernel of dQ and of captured tensors' gradients: what it leaves out where one of them is all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from emulated_backend import Emulated
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import CapturedFacts, Spec, isolated, parse_graph, register
+from anyflex.testing import posing
+from anyflex_mps.queries import queries_shader
+
+LEARNS = CapturedFacts(torch.float32, 1, True)
+SPEC = Spec(
+    "mps",
+    "apple9",
+    torch.float32,
+    16,
+    16,
+    score_graph=parse_graph("input f32 - score;input i64 - h;load f32 1 0;add f32 0,2 -;=3"),
+    captured=(LEARNS,),
+    gradients=("k",),
+)
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with isolated(), posing("mps"):
+        register("mps", Emulated)
+        yield
+
+
+def test_only_dq_takes_a_third_product_and_a_second_pass() -> None:
+    with_dq = queries_shader(replace(SPEC, gradients=("q",)), "floats", True).text
+    assert with_dq.count("simdgroup_multiply_accumulate(") == 3
+    assert "pass < 2" in with_dq and "isfinite(sums" in with_dq
+    for sums in ("floats", "bounds", "integers"):
+        without = queries_shader(SPEC, sums, False).text
+        assert without.count("simdgroup_multiply_accumulate(") == 2
+        assert "pass < 1" in without and "sums[d]" not in without and "ds[" not in without
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_captured_tensors_may_be_all_that_learns(deterministic: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, dout = (torch.randn(1, 2, n, 16, generator=generator) for n in (40, 70, 40))
+    table = torch.randn(120, generator=generator).requires_grad_()
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * table[q + k]
+
+    # A dead key's NaN reaches no gradient.
+    given = key.clone()
+    given[:, :, 7] = torch.nan
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: k != 7, None, None, 40, 70, BLOCK_SIZE=16, device="cpu"
+    )
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        out = anyflex.flex_attention(query, given, given, score, mask, backend="mps")
+        (found,) = torch.autograd.grad(out, [table], dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact = table.detach().double().requires_grad_()
+    scores = query.double() @ key.double().mT / 4.0
+    scores = scores * exact[torch.arange(40).unsqueeze(-1) + torch.arange(70)]
+    scores = scores.masked_fill(torch.arange(70) == 7, -torch.inf)
+    (right,) = torch.autograd.grad(scores.softmax(-1) @ key.double(), [exact], dout.double())
+    torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-5)
