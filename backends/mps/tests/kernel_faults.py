@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from anyflex_mps.arguments import place
 
-__all__ = ["BARRIERS", "FAULTS", "Barrier", "Fault", "kernel_of"]
+__all__ = ["BARRIERS", "FAULTS", "Barrier", "Fault", "kernel_of", "places_of"]
 
 
 def kernel_of(text: str) -> str:
@@ -36,18 +36,23 @@ _PLACES = {
 _BARRIER = re.compile(r"^ *\w*barrier\(.*\);\n", re.MULTILINE)
 
 
+def places_of(text: str) -> tuple[str, ...]:
+    """Return where a source's barriers are, in order."""
+    kernel = kernel_of(text)
+    # The pass that makes no dQ has no second pass either.
+    return _STEP if kernel == "queries" and "* dq" not in text else _PLACES[kernel]
+
+
 class Barrier(NamedTuple):
     """A barrier of a kernel.
 
     Args:
         kernel: name of the kernel.
         place: where it is.
-        number: of barriers before it.
     """
 
     kernel: str
     place: str
-    number: int
 
     @property
     def call(self) -> str:
@@ -55,20 +60,20 @@ class Barrier(NamedTuple):
         return _DECODING if self.kernel == "decode" else _NONFINITE
 
     def seeded(self, text: str) -> str:
-        """Return a kernel's source without the barrier.
+        """Return a kernel's source without the barrier, which it may not have.
 
         The source must have as many barriers as are known, each a statement on a line of its own.
         """
         found = list(_BARRIER.finditer(text))
-        assert len(found) == len(_PLACES[self.kernel]) == text.count("barrier("), self.kernel
-        return text[: found[self.number].start()] + text[found[self.number].end() :]
+        places = places_of(text)
+        assert len(found) == len(places) == text.count("barrier("), self.kernel
+        if self.place not in places:
+            return text
+        left_out = found[places.index(self.place)]
+        return text[: left_out.start()] + text[left_out.end() :]
 
 
-BARRIERS = [
-    Barrier(kernel, place, number)
-    for kernel, places in _PLACES.items()
-    for number, place in enumerate(places)
-]
+BARRIERS = [Barrier(kernel, place) for kernel, places in _PLACES.items() for place in places]
 """All barriers of all kernels."""
 
 
@@ -222,7 +227,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "row past the end": ("q_idx = min(at, end - 1)", "q_idx = at"),
     },
     ("keys", _DEAD): {
-        "non-finite queries staged": ("  q_rows[i] = 0;", "  q_rows[i] = q_rows[i];"),
+        "non-finite queries staged": ("q_rows[i] = (float)0.0f;", "q_rows[i] = q_rows[i];"),
         "sums of both passes": (
             "break;\n      for (int d = 0; d < 3; d++)",
             "break;\n      for (int d = 0; d < 0; d++)",
@@ -247,7 +252,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     ("queries", _DEAD): {
         "additions of both passes": ("if (pass == 0)\n              captured", "captured"),
-        "non-finite keys staged": ("  k_rows[i] = 0;", "  k_rows[i] = k_rows[i];"),
+        "non-finite keys staged": ("k_rows[i] = (float)0.0f;", "k_rows[i] = k_rows[i];"),
         "sums of both passes": (
             "break;\n      for (int d = 0; d < 3; d++)",
             "break;\n      for (int d = 0; d < 0; d++)",

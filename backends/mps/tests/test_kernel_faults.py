@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import SCHEDULES, KernelFault, compile_shader
-from kernel_faults import BARRIERS, FAULTS, Barrier, Fault, kernel_of
+from kernel_faults import BARRIERS, FAULTS, Barrier, Fault, kernel_of, places_of
 from small_calls import CALLS, Poisoned, wrong_results
 from soak import SOAK
 
@@ -71,10 +71,11 @@ def test_kernels_without_a_fault_are_right_and_unreported(call: str) -> None:
 
 def test_every_barrier_of_every_kernel_is_known() -> None:
     for text in texts_of(SPECS).values():
-        known = [barrier for barrier in BARRIERS if barrier.kernel == kernel_of(text)]
-        assert text.count("barrier(") == len(known)
-        for barrier in known:
-            assert barrier.seeded(text).count("barrier(") == len(known) - 1
+        places = places_of(text)
+        assert text.count("barrier(") == len(places)
+        for place in places:
+            left = Barrier(kernel_of(text), place).seeded(text)
+            assert left.count("barrier(") == len(places) - 1
 
 
 def seeded(fault: Barrier | Fault) -> tuple[Callable[[str], str], list[str]]:
