@@ -68,7 +68,12 @@ class AnyflexArtifact(_Artifact):  # type: ignore[misc]
             restore(store(), self.key, self.content)
         # A warning may have been made an exception.
         except Exception as error:  # noqa: BLE001
-            _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", self.key, error)
+            _log.warning(
+                "artifact %r of torch's cache bundle isn't loaded: %s: %s",
+                self.key,
+                type(error).__name__,
+                error,
+            )
 
     @staticmethod
     def type() -> str:

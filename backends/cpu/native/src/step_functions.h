@@ -185,7 +185,8 @@ AF_UNARY_KERNELS(neg)
 AF_UNARY_KERNELS(abs)
 AF_UNARY_KERNELS(sign)
 AF_KERNEL run_not_i = unary<bit_not, int32_t, int32_t>,
-          run_not_l = unary<bit_not, int64_t, int64_t>, run_not_p = unary<bit_not, uint16_t, uint16_t, 16>;
+          run_not_l = unary<bit_not, int64_t, int64_t>,
+          run_not_p = unary<bit_not, uint16_t, uint16_t, 16>;
 AF_KERNEL run_and_p = bitwise<bit_and>, run_or_p = bitwise<bit_or>, run_xor_p = bitwise<bit_xor>,
           run_and_not_p = bitwise<bit_and_not>;
 AF_ROUNDING_KERNELS(floor)
