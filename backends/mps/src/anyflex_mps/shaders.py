@@ -1,11 +1,16 @@
-"""Compiled kernels: each source is compiled once a process, at its first launch."""
+"""Compiled kernels of a spec: each source is compiled once, at its first launch.
+
+Specs share none: a kernel goes with its spec when core drops that.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import hashlib
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from anyflex.plugin import free_in_child
@@ -53,7 +58,8 @@ class Shaders:
             self._refusals[shader.text] = (
                 f"Metal's compiler refuses the kernel {shader.name!r} of anyflex-mps, kept at "
                 f"{_kept(shader)}; please report it with that file, and use backend='reference' "
-                f"meanwhile. It says: {error}"
+                # In one line: core reports the first line of what a plugin raises.
+                f"meanwhile. It says: {' '.join(str(error).split())}"
             )
             raise RuntimeError(self._refusals[shader.text]) from error
         most = kernel.max_threads_per_threadgroup
@@ -69,9 +75,11 @@ class Shaders:
 
 
 def _kept(shader: Shader) -> str:
-    """Write the source to a file of its own, and return the file's path."""
-    with tempfile.NamedTemporaryFile(
-        "w", suffix=".metal", prefix=f"anyflex-{shader.name}-", delete=False
-    ) as file:
+    """Write the source to a file that its digest names, and return the path: a text that is
+    refused again leaves no other file."""
+    digest = hashlib.sha256(shader.text.encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir(), f"anyflex-{shader.name}-{digest}.metal")
+    # "x" follows no link that somebody else left there.
+    with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:
         file.write(shader.text)
-    return os.path.abspath(file.name)
+    return str(path)
