@@ -92,6 +92,7 @@ def decode_shader(spec: Spec, tile: Tile, packed: int) -> Shader:
         tile: of ``tile_for("decode", ...)``.
         packed: query heads that are rows of a tile.
     """
+    assert tile.stages_rows, "packed rows lie in several heads: they are staged here"
     type_, e, ev = TYPES[spec.dtype], spec.head_dim, spec.value_head_dim
     body = fill(
         _DECODE,
