@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -77,17 +78,20 @@ class Tile:
 
 
 def _made(
-    kernel: KernelName, spec: Spec, simdgroups: int, step: int, stages_rows: bool, parts: int
+    kernel: KernelName,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    simdgroups: int,
+    step: int,
+    stages_rows: bool,
+    parts: int,
 ) -> Tile:
-    size = spec.dtype.itemsize
-    pitch, value_pitch = (pitch_of(dim, size) for dim in (spec.head_dim, spec.value_head_dim))
-    columns, value_columns = (
-        whole_fragments(dim) // _FRAGMENT for dim in (spec.head_dim, spec.value_head_dim)
-    )
+    pitch, value_pitch = (pitch_of(dim, dtype.itemsize) for dim in dims)
+    columns, value_columns = (whole_fragments(dim) // _FRAGMENT for dim in dims)
     rows = _FRAGMENT * simdgroups if stages_rows else 0
     steps = step // _FRAGMENT
     # A lane holds two elements of a fragment.
-    held = 2 if spec.dtype is torch.float32 else 1
+    held = 2 if dtype is torch.float32 else 1
     if kernel in ("forward", "decode"):
         staged = rows * pitch + step * (pitch + value_pitch)
         registers = 2 * value_columns + (2 + held) * steps
@@ -97,7 +101,7 @@ def _made(
     else:
         staged = (rows + step) * (pitch + value_pitch)
         registers = 2 * columns + 4 + held * steps
-    return Tile(simdgroups, step, stages_rows, parts, staged * size, registers)
+    return Tile(simdgroups, step, stages_rows, parts, staged * dtype.itemsize, registers)
 
 
 def tile_for(kernel: KernelName, spec: Spec, rows: int | None = None) -> Tile:
@@ -108,11 +112,17 @@ def tile_for(kernel: KernelName, spec: Spec, rows: int | None = None) -> Tile:
         rows: of a decoding call's tile; None for 32 and more.
     """
     most = 4 if rows is None else min(4, -(-rows // _FRAGMENT))
+    return _first_that_fits(kernel, spec.dtype, (spec.head_dim, spec.value_head_dim), most)
+
+
+@lru_cache(maxsize=1024)
+def _first_that_fits(
+    kernel: KernelName, dtype: torch.dtype, dims: tuple[int, int], most_simdgroups: int
+) -> Tile:
+    """Cached: each launch asks, and the search takes up to 0.1 ms."""
     shapes = itertools.product((1, 2, 4), (True, False), (4, 2, 1), (32, 16, 8))
     for parts, stages_rows, simdgroups, step in shapes:
-        tile = _made(kernel, spec, simdgroups, step, stages_rows, parts)
-        if simdgroups <= most and tile.fits and (parts == 1 or kernel == "keys"):
+        tile = _made(kernel, dtype, dims, simdgroups, step, stages_rows, parts)
+        if simdgroups <= most_simdgroups and tile.fits and (parts == 1 or kernel == "keys"):
             return tile
-    raise AssertionError(
-        f"no tile of {kernel} for head dims {spec.head_dim} and {spec.value_head_dim}"
-    )
+    raise AssertionError(f"no tile of {kernel} for head dims {dims[0]} and {dims[1]}")
