@@ -25,6 +25,7 @@ __all__ = [
     "changes_gradients",
     "mods_source",
     "row_sum_count",
+    "sums_by_key",
     "total_arguments",
     "total_buffers",
     "total_parameters",
@@ -197,8 +198,21 @@ def _by_row(derivative: Derivative) -> list[Scatter]:
     ]
 
 
-def _captured_gradients(spec: Spec, derivative: Derivative, sums: Sums, by_row: bool) -> str:
+def _by_key(derivative: Derivative) -> list[Scatter]:
+    """Return the additions whose place the key decides, and neither the row nor the score."""
+    needs = _dependences(derivative.nodes)
+    return [
+        scatter
+        for scatter in derivative.scatters
+        if frozenset().union(*(needs[index] for index in scatter.indices)) == {"kv_idx"}
+    ]
+
+
+def _captured_gradients(
+    spec: Spec, derivative: Derivative, sums: Sums, by_row: bool, by_key: bool
+) -> str:
     nodes, rows = derivative.nodes, _by_row(derivative) if by_row else []
+    keys = _by_key(derivative) if by_key else []
     program = ModProgram.of(spec, nodes)
     wanted = [scatter.value for scatter in derivative.scatters]
     wanted += [index for s in derivative.scatters if s not in rows for index in s.indices]
@@ -207,10 +221,14 @@ def _captured_gradients(spec: Spec, derivative: Derivative, sums: Sums, by_row: 
         value = program.cast(values[scatter.value], "float")
         if scatter in rows:
             program.lines.append(f"row_sums[{rows.index(scatter)}] += live ? {value} : 0.0f;")
+        elif scatter in keys:
+            total = program.emit(f"op_sum_of_rows(live ? {value} : 0.0f)", "float")
+            _add(spec, program, scatter, values, total, sums, ["adds"])
         else:
             _add(spec, program, scatter, values, value, sums, ["live"])
     parameters = f"float grad, float score, bool live, {_INDICES}"
     parameters += captured_parameters(spec) + total_parameters(spec, sums)
+    parameters += ", bool adds" if keys else ""
     parameters += ", thread float* row_sums" if by_row else ""
     text = _function("void captured_gradients", parameters, program.lines)
     return f"{text}\n{_row_gradients(spec, derivative, sums)}" if by_row else text
@@ -232,7 +250,14 @@ def row_sum_count(spec: Spec) -> int:
     return len(_by_row(_derivative(spec))) if spec.score_graph is not None else 0
 
 
-def mods_source(spec: Spec, *, sums: Sums = "floats", by_row: bool = False) -> str:
+def sums_by_key(spec: Spec) -> bool:
+    """Return whether ``captured_gradients`` has additions that it sums over rows first."""
+    return spec.score_graph is not None and bool(_by_key(_derivative(spec)))
+
+
+def mods_source(
+    spec: Spec, *, sums: Sums = "floats", by_row: bool = False, by_key: bool = False
+) -> str:
     """Return the text of those of the functions below that `spec` needs, after the functions of
     `operations` that they call. ``CAPTURED`` stands for `captured_parameters`, ``TOTALS`` for
     `total_parameters`.
@@ -244,12 +269,15 @@ def mods_source(spec: Spec, *, sums: Sums = "floats", by_row: bool = False) -> s
     ``float score_mod_backward(float grad, float score, int b, ... CAPTURED)``
         Returns the gradient of the incoming score. Absent where it equals ``grad``.
     ``void captured_gradients(float grad, float score, bool live, int b, ... CAPTURED TOTALS)``
-        Adds a live pair's gradients of the captured tensors to their accumulators. Where `by_row`,
+        Adds a live pair's gradients of the captured tensors to their accumulators. Where `by_key`
+        and `sums_by_key`, ``bool adds`` follows: all lanes call it with the places that an 8x8
+        fragment gives them, and what belongs to a key as a whole is summed over the fragment's
+        rows and added by the lanes that say so, which are those of one row. Where `by_row`,
         ``thread float* row_sums`` follows: `row_sum_count` numbers, 0 at first, to which it adds
         what belongs to the row as a whole.
     ``void captured_row_gradients(int b, int h, int q_idx CAPTURED TOTALS, ... row_sums)``
         Adds the sums of a row, or of a part of it, to the accumulators. Present where `by_row`: a
-        kernel that walks along rows makes one atomic addition a row, and not one a pair.
+        kernel that walks along rows makes one atomic addition a lane, and not one a pair.
     """
     functions = []
     if spec.score_graph is not None:
@@ -264,7 +292,7 @@ def mods_source(spec: Spec, *, sums: Sums = "floats", by_row: bool = False) -> s
                 _mod_function(spec, "score_mod_backward", slope.nodes, slope.score, given, "float")
             )
         if slope is not None and _learned(spec):
-            functions.append(_captured_gradients(spec, slope, sums, by_row))
+            functions.append(_captured_gradients(spec, slope, sums, by_row, by_key))
     if spec.mask_graph is not None:
         graph = simplify(spec.mask_graph)
         functions.append(_mod_function(spec, "mask_mod", graph.nodes, graph.output, "", "bool"))

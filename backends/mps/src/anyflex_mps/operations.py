@@ -404,6 +404,14 @@ static inline INT op_place_INT(INT index, long size) {
 """
 
 _SUMS = """\
+// The sum over the rows of an 8x8 fragment, of which each lane holds an element of its column.
+static inline float op_sum_of_rows(float x) {
+  x += simd_shuffle_xor(x, (ushort)2);
+  x += simd_shuffle_xor(x, (ushort)4);
+  x += simd_shuffle_xor(x, (ushort)16);
+  return x;
+}
+
 static inline void op_add_float(device atomic_float* total, float value) {
   // A zero adds nothing, and NaN is not 0.
   if (value != 0.0f) {

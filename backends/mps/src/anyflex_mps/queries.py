@@ -19,6 +19,7 @@ from anyflex_mps.mods import (
     captured_arguments,
     mods_source,
     row_sum_count,
+    sums_by_key,
     total_arguments,
     total_buffers,
 )
@@ -125,12 +126,14 @@ def queries_shader(spec: Spec, sums: Sums | None, wants_dq: bool) -> Shader:
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value", "dout")]
     buffers += ["device const float* rows", *mask_buffers(spec)]
     buffers += [f"device {type_}* dq"] if wants_dq else []
-    row_sums = 0
+    row_sums, by_key = 0, False
     captured = no_row_sums = row_gradients = ""
     if sums is not None:
         buffers += total_buffers(spec, sums)
         totals, row_sums = total_arguments(spec, sums), row_sum_count(spec)
-        given = f"{mod_arguments(spec)}{totals}{', row_sums' if row_sums else ''}"
+        by_key = sums_by_key(spec)
+        given = f"{mod_arguments(spec)}{totals}{', r == 0' if by_key else ''}"
+        given += ", row_sums" if row_sums else ""
         # A second pass computes the same pairs.
         captured = f"if (pass == 0)\n  captured_gradients(grad, raw, live, {given});"
     if row_sums:
@@ -160,7 +163,7 @@ for (int i = 0; i < {row_sums}; i++)
         gradient=gradient_of_score(spec, captured),
         row_gradients=row_gradients,
     )
-    functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0)
+    functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0, by_key=by_key)
     functions += load_rows_text(spec, tile.threads)
     return kernel_text("queries", spec, buffers, functions, body, tile.threads)
 
