@@ -11,7 +11,8 @@ import emulator.compiling
 import pytest
 import torch
 from emulator import EmulatedLibrary, compile_shader
-from emulator.metal_source import as_cpp, kernels_of
+from emulator.metal_source import kernels_of
+from emulator.parts import parts_of
 from emulator.requirement import require_emulator
 
 SHOW = """
@@ -332,39 +333,67 @@ def own_cache(
         function.cache_clear()
 
 
-def test_a_library_is_compiled_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = []
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Programs that the emulator has started."""
+    started = []
     real = emulator.compiling._run
 
     def counted(command: list[str], folder: Path | None = None) -> None:
-        commands.append(command)
+        started.append(command[0])
         real(command, folder)
 
     monkeypatch.setattr(emulator.compiling, "_run", counted)
+    return started
+
+
+def test_a_library_is_compiled_once(own_cache: Path, commands: list[str]) -> None:
     compile_shader(SHOW)
     # The precompiled shim, the kernel and the linker.
     assert len(commands) == 3
     compile_shader(SHOW, schedule="random")
     assert len(commands) == 3
     compile_shader(SHOW, race=True)
-    # A precompiled shim, the kernel, the linker and the check of address spaces.
-    assert len(commands) == 7
+    assert len(commands) == 6
     assert not list(own_cache.glob("tmp*"))
 
 
-def _compile(cpp: str) -> str:
+def test_a_kernel_is_compiled_once_for_all_functions_that_it_calls(
+    own_cache: Path, commands: list[str]
+) -> None:
+    def run(result: str) -> torch.Tensor:
+        source = f"""#include <metal_stdlib>
+using namespace metal;
+static inline float f(float x) {{
+  return {result};
+}}
+kernel void scales(device float* out, uint i [[thread_position_in_grid]]) {{
+  out[i] = f((float)i);
+}}
+"""
+        out = torch.zeros(32)
+        compile_shader(source).scales(out, threads=32, group_size=32)
+        return out
+
+    assert run("2.0f * x").equal(2 * torch.arange(32.0))
+    # The precompiled shim, the kernel, the function and the linker.
+    assert len(commands) == 4
+    assert run("\n  x - 1.0f").equal(torch.arange(32.0) - 1)
+    assert len(commands) == 6
+
+
+def _compile(source: str) -> str:
     """Compile as another process does."""
-    emulator.compiling.check_types(cpp)
-    return str(emulator.compiling.compiled(cpp, race=True))
+    parts = parts_of(source, kernels_of(source))
+    return str(emulator.compiling.compiled(parts, race=True))
 
 
 def test_processes_share_the_cache(own_cache: Path) -> None:
-    cpp = as_cpp(SHOW, kernels_of(SHOW))
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        paths = pool.map(_compile, [cpp] * 8, chunksize=1)
+        paths = pool.map(_compile, [SHOW] * 8, chunksize=1)
     assert len(set(paths)) == 1
     made = sorted(path.name.split("-")[0] for path in own_cache.iterdir())
-    assert made == ["checked", "kernels", "shim", "shim", "sources"]
+    assert made == ["kernels", "part", "shim", "sources"]
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("1", pytest.fail), ("", pytest.skip)])

@@ -6,6 +6,7 @@ fiber per GPU thread. `compile_shader` stands in for `torch.mps.compile_shader`.
 | Module | Subject |
 |---|---|
 | `metal_source` | Metal source read as text, and the C++ that is compiled of it |
+| `parts` | sources in parts, each compiled once for all sources that have it |
 | `compiling` | clang, and the cache of libraries by content digest |
 | `memory` | arguments as copies between pages that fault |
 | `running` | launches; `runtime/` has the scheduler, its checks and the race build |

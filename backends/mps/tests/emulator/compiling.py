@@ -1,4 +1,4 @@
-"""Compiling a kernel's C++ with clang, and the folder that keeps libraries by content digest."""
+"""Compiling kernels' C++ with clang, and the folder that keeps the results by content digest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .numerics import Numerics
+from .parts import FUNCTIONS, KERNELS, Part
 
 __all__ = [
     "check_types",
@@ -31,12 +32,9 @@ CACHE = Path(
     os.environ.get("ANYFLEX_EMULATOR_CACHE")
     or Path(tempfile.gettempdir()) / f"anyflex-metal-emulator-{os.getuid()}"
 )
-"""Folder of compiled libraries. Any number of processes may use it at once."""
+"""Folder of compiled parts and libraries. Any number of processes may use it at once."""
 
 EXACT = Numerics()
-SOURCE = "kernel.metal"
-"""Name of a source file, in messages and line tables."""
-
 BASE = (
     "-std=c++20",
     "-fPIC",
@@ -151,30 +149,42 @@ def _folders(include: Sequence[str]) -> tuple[str, ...]:
 
 
 def compiled(
-    cpp: str, *, race: bool = False, numerics: Numerics = EXACT, include: Sequence[str] = ()
+    parts: Sequence[Part],
+    *,
+    race: bool = False,
+    numerics: Numerics = EXACT,
+    include: Sequence[str] = (),
 ) -> Path:
-    """Return the library of a kernel's C++. Raises SyntaxError with clang's messages."""
-    flags = (*_flags(race, numerics.compiler_flags), *_folders(include))
-    runtime = str(runtime_library())
+    """Return the library of a source's parts. Raises SyntaxError with clang's messages.
 
-    def make(to: Path) -> None:
-        (to.parent / SOURCE).write_text(cpp)
-        _run([CXX, *flags, "-x", "c++", "-c", SOURCE, "-o", "kernel.o"], to.parent)
-        _run(["ld", "-shared", "kernel.o", runtime, "-o", to.name], to.parent)
-
-    return _kept(f"kernels-{_digest(cpp, *flags)}.so", make)
-
-
-def check_types(cpp: str, *, include: Sequence[str] = ()) -> None:
-    """Raise SyntaxError where the C++ doesn't compile with real address spaces.
-
-    The race build has none, so this comes beside it.
+    The race build is held to address spaces too, but with headers of others.
     """
-    flags = (*_flags(False, EXACT.compiler_flags), *_folders(include))
+    flags = (*_flags(race, numerics.compiler_flags), *_folders(include))
+    objects = [str(_object(part, flags, checked=race and not include)) for part in parts]
+    command = ["ld", "-shared", *objects, str(runtime_library()), "-o"]
+    return _kept(f"kernels-{_digest(*objects)}.so", lambda to: _run([*command, str(to)]))
+
+
+def _object(part: Part, flags: Sequence[str], *, checked: bool) -> Path:
+    cpp = part.cpp_checked if checked else part.cpp
 
     def make(to: Path) -> None:
-        (to.parent / SOURCE).write_text(cpp)
-        _run([CXX, *flags, "-x", "c++", "-fsyntax-only", SOURCE], to.parent)
+        (to.parent / part.file).write_text(cpp)
+        try:
+            _run([CXX, *flags, "-x", "c++", "-c", part.file, "-o", to.name], to.parent)
+        except SyntaxError as error:
+            raise SyntaxError(part.with_source_lines(str(error))) from None
+
+    return _kept(f"part-{_digest(cpp, *flags)}.o", make)
+
+
+def check_types(cpp: str) -> None:
+    """Raise SyntaxError where the C++ doesn't compile with real address spaces."""
+    flags = _flags(False, EXACT.compiler_flags)
+
+    def make(to: Path) -> None:
+        (to.parent / KERNELS).write_text(cpp)
+        _run([CXX, *flags, "-x", "c++", "-fsyntax-only", KERNELS], to.parent)
         to.touch()
 
     _kept(f"checked-{_digest(cpp, *flags)}", make)
@@ -188,22 +198,23 @@ def type_warnings(cpp: str) -> list[tuple[int, str]]:
     flags += ["-include", "emulated/metal.h"]
     warnings = ("-Wconversion", "-Wno-sign-conversion", "-Wno-implicit-int-float-conversion")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / SOURCE).write_text(cpp)
-        command = [CXX, *flags, *warnings, "-x", "c++", "-fsyntax-only", SOURCE]
+        (Path(folder) / KERNELS).write_text(cpp)
+        command = [CXX, *flags, *warnings, "-x", "c++", "-fsyntax-only", KERNELS]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    found = re.findall(rf"^{SOURCE}:(\d+):\d+: warning: (.*)$", done.stderr, re.MULTILINE)
+    found = re.findall(rf"^{KERNELS}:(\d+):\d+: warning: (.*)$", done.stderr, re.MULTILINE)
     return [(int(line), text) for line, text in found]
 
 
-def line_of(library: Path, address: int) -> int | None:
-    """Return the line of the Metal source that an address of a library belongs to, if known."""
+def line_of(library: Path, address: int) -> tuple[str, int] | None:
+    """Return the part's file and the line in it that an address of a library belongs to, if
+    known."""
     command = ["addr2line", "-i", "-e", str(library), hex(address)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for place in done.stdout.splitlines():
-        file, _, line = place.partition(":")
-        number = line.split(" ")[0]
-        if file.endswith(SOURCE) and number.isdigit():
-            return int(number)
+        path, _, line = place.partition(":")
+        file, number = path.rpartition("/")[2], line.split(" ")[0]
+        if file in (KERNELS, FUNCTIONS) and number.isdigit():
+            return file, int(number)
     return None
 
 

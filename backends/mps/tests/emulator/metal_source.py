@@ -13,11 +13,13 @@ __all__ = [
     "Buffer",
     "Instance",
     "Kernel",
+    "after_source",
     "as_cpp",
     "blank_comments",
     "closing_bracket",
     "granule_shift",
     "kernels_of",
+    "rewritten",
     "split_list",
 ]
 
@@ -124,10 +126,10 @@ def closing_bracket(text: str, at: int) -> int:
     opening = text[at]
     closing = {"(": ")", "{": "}"}[opening]
     depth = 0
-    for place in range(at, len(text)):
-        depth += (text[place] == opening) - (text[place] == closing)
+    for found in re.compile(f"[{opening}{closing}]").finditer(text, at):
+        depth += 1 if found[0] == opening else -1
         if depth == 0:
-            return place
+            return found.start()
     raise SyntaxError(
         f"no {closing!r} closes the {opening!r} of line {text.count(chr(10), 0, at) + 1}"
     )
@@ -267,13 +269,22 @@ EMULATED_UNCHECKED void emulated_sections(void** bounds) {
 """
 
 
+def rewritten(source: str, kernels: Mapping[str, Kernel]) -> str:
+    """Return the source's own lines as C++, in their places."""
+    text = _VARIABLE.sub(
+        lambda found: _threadgroup_variables(found, _kernel_at(kernels, found.start())), source
+    )
+    return _LITERAL.sub(_float_literal, text)
+
+
+def after_source(kernels: Mapping[str, Kernel], instances: Mapping[str, Instance]) -> str:
+    """Return the C++ that follows a source: an entry point for each kernel and instance."""
+    entries = "\n".join(_entries(kernels, instances))
+    return f'#line 1 "entries"\nusing namespace metal;\n{entries}\n{_SECTIONS}'
+
+
 def as_cpp(
     source: str, kernels: Mapping[str, Kernel], instances: Mapping[str, Instance] | None = None
 ) -> str:
     """Return the C++ of a source, with an entry point for each kernel and template instance."""
-    text = _VARIABLE.sub(
-        lambda found: _threadgroup_variables(found, _kernel_at(kernels, found.start())), source
-    )
-    text = _LITERAL.sub(_float_literal, text)
-    entries = "\n".join(_entries(kernels, instances or {}))
-    return f'{text}\n#line 1 "entries"\nusing namespace metal;\n{entries}\n{_SECTIONS}'
+    return f"{rewritten(source, kernels)}\n{after_source(kernels, instances or {})}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from .compiling import line_of, loaded, runtime_library
 from .faults import KernelFault
 from .numerics import LAYOUTS, SCHEDULES, Numerics
+from .parts import Part
 
 __all__ = ["Bound", "Library"]
 
@@ -108,13 +109,17 @@ class Library:
     Args:
         path: the library.
         source: its Metal source, for messages.
+        parts: the source's parts, likewise.
         race: whether it is of the race build.
         granule_shift: exponent of the smallest element's size.
     """
 
-    def __init__(self, path: Path, source: str, *, race: bool, granule_shift: int) -> None:
+    def __init__(
+        self, path: Path, source: str, parts: Sequence[Part], *, race: bool, granule_shift: int
+    ) -> None:
         self._path, self._race, self._granule_shift = path, race, granule_shift
         self._lines = source.split("\n")
+        self._first_lines = {part.file: part.first_line for part in parts}
         self._runtime = _runtime()
         self._library = loaded(path)
         bounds = (ctypes.c_void_p * 4)()
@@ -205,8 +210,9 @@ class Library:
 
         def named(found: re.Match[str]) -> str:
             # A call's return address belongs to what follows it.
-            line = line_of(self._path, int(found[1], 16) - self._code[0] - 1)
-            if line is None or line > len(self._lines):
+            place = line_of(self._path, int(found[1], 16) - self._code[0] - 1)
+            line = 0 if place is None else self._first_lines[place[0]] + place[1] - 1
+            if not 0 < line <= len(self._lines):
                 return "at an unknown line"
             lines.append(line)
             return f"line {line}: {self._lines[line - 1].strip()}"

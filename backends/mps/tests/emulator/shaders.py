@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from .compiling import check_types, compiled
+from .compiling import compiled
 from .faults import KernelFault
 from .memory import Guarded, Region, regions_of
-from .metal_source import CONSTANT, WRITABLE, Buffer, Instance, as_cpp, granule_shift, kernels_of
+from .metal_source import CONSTANT, WRITABLE, Buffer, Instance, granule_shift, kernels_of
 from .numerics import SCHEDULES, Numerics
+from .parts import parts_of
 from .running import Bound, Library
 
 __all__ = ["EmulatedKernel", "EmulatedLibrary", "compile_shader"]
@@ -290,12 +291,14 @@ class EmulatedLibrary:
             self._buffers[name] = kernels[instance.kernel].buffers
         for name, buffers in self._buffers.items():
             _check_buffers(name, buffers)
-        cpp = as_cpp(source, kernels, instances)
+        # Products and sums contract across functions that are inlined alone.
+        inlined = self._numerics.contract or self._numerics.fast_math
+        parts = parts_of(source, kernels, instances, whole=inlined)
         folders = [str(folder) for folder in include]
-        if race and not folders:
-            check_types(cpp)
-        path = compiled(cpp, race=race, numerics=self._numerics, include=folders)
-        self._library = Library(path, source, race=race, granule_shift=granule_shift(source))
+        path = compiled(parts, race=race, numerics=self._numerics, include=folders)
+        self._library = Library(
+            path, source, parts, race=race, granule_shift=granule_shift(source)
+        )
 
     def __dir__(self) -> list[str]:
         return list(self._buffers)

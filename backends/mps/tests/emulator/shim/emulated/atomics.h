@@ -38,9 +38,9 @@ template <class P> using atomic_value = decltype(P()->value);
 template <class P> constexpr bool on_device = false;
 #ifdef EMULATED_RACES
 template <class A> constexpr bool on_device<A*> = true;
-#else
-template <class A> constexpr bool on_device<device A*> = true;
 #endif
+template <class A> constexpr bool on_device<EMULATED_DEVICE A*> = true;
+template <class A> constexpr bool on_device<EMULATED_THREADGROUP A*> = false;
 
 // The race build's check of an operation, at the operation's line.
 template <class P> EMULATED_INLINE void touch_atomically(P p) {

@@ -5,11 +5,14 @@
 #define __METAL__ 1
 #define __METAL_VERSION__ 310
 
-#ifndef EMULATED_RACES
 // Real address spaces: mixing pointers of two of them is a compile error.
-#define device __attribute__((address_space(1)))
-#define constant const __attribute__((address_space(2)))
-#define threadgroup __attribute__((address_space(3)))
+#define EMULATED_DEVICE __attribute__((address_space(1)))
+#define EMULATED_CONSTANT const __attribute__((address_space(2)))
+#define EMULATED_THREADGROUP __attribute__((address_space(3)))
+#ifndef EMULATED_RACES
+#define device EMULATED_DEVICE
+#define constant EMULATED_CONSTANT
+#define threadgroup EMULATED_THREADGROUP
 #else
 // LLVM's thread sanitizer pass skips pointers into other address spaces.
 #define device

@@ -19,7 +19,7 @@ EMULATED_INLINE auto checked(P p, ulong stride, bool transposed, bool write) {
     emulated_current->matrix_accesses++;
 #ifdef EMULATED_RACES
     const ulong row = transposed ? 1 : stride, column = transposed ? stride : 1;
-    emulated_matrix(p, row * sizeof(T), column * sizeof(T), sizeof(T), write);
+    emulated_matrix((const void*)p, row * sizeof(T), column * sizeof(T), sizeof(T), write);
     return (EMULATED_OWN T*)p;
 #else
     return p;
