@@ -324,7 +324,7 @@ def own_cache(
     library: EmulatedLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Path]:
     """Yield a cache folder that is in use and empty; the runtime's library is in the usual one."""
-    memoized = [getattr(emulator.compiling, name) for name in ("_sources", "_flags")]
+    memoized = [emulator.compiling._sources, emulator.compiling._flags, emulator.shaders._library]
     monkeypatch.setattr(emulator.compiling, "CACHE", tmp_path)
     for function in memoized:
         function.cache_clear()

@@ -49,9 +49,13 @@ BASE = (
     "-fexcess-precision=16",
     "-Wno-everything",
 )
-KERNEL = ("-O2", "-gline-tables-only")
+PLAIN = ("-O2", "-gline-tables-only")
 UNDEFINED = "signed-integer-overflow,shift,integer-divide-by-zero,float-cast-overflow"
 RACES = (
+    # Optimizing more costs more than it saves: the checks of each access take most of the time.
+    "-O1",
+    "-fno-unroll-loops",
+    "-gline-tables-only",
     "-DEMULATED_RACES",
     "-fsanitize=thread",
     f"-fsanitize={UNDEFINED}",
@@ -135,7 +139,7 @@ def runtime_library() -> Path:
 def _flags(race: bool, mathematics: tuple[str, ...]) -> tuple[str, ...]:
     """Return the flags of a build, its precompiled shim among them."""
     shim = _sources() / "shim"
-    flags = (*BASE, *KERNEL, *mathematics, *(RACES if race else ()), f"-I{shim}")
+    flags = (*BASE, *(RACES if race else PLAIN), *mathematics, f"-I{shim}")
     header = str(shim / "emulated" / "metal.h")
     precompiled = _kept(
         f"shim-{_digest(*flags)}.pch",

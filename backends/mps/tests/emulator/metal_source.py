@@ -15,6 +15,7 @@ __all__ = [
     "Kernel",
     "after_source",
     "as_cpp",
+    "blank",
     "blank_comments",
     "closing_bracket",
     "granule_shift",
@@ -44,8 +45,12 @@ CONSTANTS = {"threads_per_simdgroup": "32u", "thread_execution_width": "32u"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _KERNEL = re.compile(r"(?:\bkernel|\[\[\s*kernel\b[^\]]*\]\])\s+void\s+(\w+)\s*\(")
 _ATTRIBUTE = re.compile(r"\[\[\s*(\w+)(?:\(\s*(\d+)\s*\))?\s*\]\]")
-_NUMBER = r"(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)"
-_LITERAL = re.compile(rf"(?<![\w.])({_NUMBER})(bf|h|H)?(?![\w.])")
+# It begins with a set of characters, which the search looks for fast.
+_LITERAL = re.compile(
+    r"([0-9.](?<![\w.][0-9.])"
+    r"(?:(?<=\.)\d+(?:[eE][+-]?\d+)?|(?<=\d)\d*(?:\.\d*(?:[eE][+-]?\d+)?|[eE][+-]?\d+)))"
+    r"(bf|h|H)?(?![\w.])"
+)
 _VARIABLE = re.compile(
     r"^([ \t]*)threadgroup\s+((?:[\w:]+(?:<[^;=()]*>)?))\s+(\w+\s*(?:\[[^;=]*?\])*"
     r"(?:\s*,\s*\w+\s*(?:\[[^;=]*?\])*)*)\s*;",
@@ -104,9 +109,14 @@ class Instance:
     arguments: str
 
 
+def blank(text: str) -> str:
+    """Return a text as blanks, with its lines."""
+    return "\n".join(" " * len(line) for line in text.split("\n"))
+
+
 def blank_comments(source: str) -> str:
     """Return the source with comments as blanks: every other character keeps its place."""
-    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
+    return _COMMENT.sub(lambda found: blank(found[0]), source)
 
 
 def split_list(text: str) -> list[str]:

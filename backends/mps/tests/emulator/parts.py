@@ -15,6 +15,7 @@ from .metal_source import (
     Instance,
     Kernel,
     after_source,
+    blank,
     blank_comments,
     closing_bracket,
     rewritten,
@@ -132,18 +133,17 @@ def parts_of(
     called = [function for function in alone if function.name in calls]
     declared = [f"{_declaration(source, function)};" for function in called]
     before = "\n".join([*_DIRECTIVE.findall(text), "using namespace metal;", *declared])
-    line = 1 + source.count("\n", 0, min(begin for begin, _ in together))
+    first_line = 1 + source.count("\n", 0, min(begin for begin, _ in together))
     own = rewritten(_without(source, [function.span for function in alone]), kernels)
-    body = "\n".join(own.split("\n")[line - 1 :])
-    body = re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)
+    body = "\n".join(line.rstrip() for line in own.split("\n")[first_line - 1 :])
     shared = _without(source, together)
     for function in called:
         shared = shared.replace(
             source[function.begin : function.opens], _declaration(source, function)
         )
-    shared = re.sub(r"[ \t]+$", "", rewritten(shared, {}), flags=re.MULTILINE)
+    shared = "\n".join(line.rstrip() for line in rewritten(shared, {}).split("\n"))
     return (
-        Part(KERNELS, line, before, body, after),
+        Part(KERNELS, first_line, before, body, after),
         Part(FUNCTIONS, 1, "", shared.rstrip(), ""),
     )
 
@@ -191,7 +191,7 @@ def _is_plain(text: str, functions: Sequence[_Function], kernels: Mapping[str, K
 def _without(source: str, spans: Sequence[tuple[int, int]]) -> str:
     """Return the source with blanks for some spans: all else keeps its place."""
     for begin, end in spans:
-        source = source[:begin] + re.sub(r"[^\n]", " ", source[begin:end]) + source[end:]
+        source = source[:begin] + blank(source[begin:end]) + source[end:]
     return source
 
 

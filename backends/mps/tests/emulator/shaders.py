@@ -7,6 +7,7 @@ emulator's. It refuses what crashes torch, reads stale bindings or depends on wh
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -265,6 +266,29 @@ def _bound(region: Region, name: str, kind: int) -> Bound:
     return Bound(region.at, size, name, kind, (region.guarded.begin, region.guarded.end))
 
 
+@functools.lru_cache(maxsize=500)
+def _library(
+    source: str,
+    race: bool,
+    numerics: Numerics,
+    include: tuple[str, ...],
+    instances: tuple[tuple[str, Instance], ...],
+) -> tuple[Mapping[str, Sequence[Buffer]], Library]:
+    """Return the buffers of each kernel, and the compiled kernels."""
+    kernels = kernels_of(source)
+    buffers = {name: kernel.buffers for name, kernel in kernels.items()}
+    for name, instance in instances:
+        buffers[name] = kernels[instance.kernel].buffers
+    for name in buffers:
+        _check_buffers(name, buffers[name])
+    # Products and sums contract across functions that are inlined alone.
+    inlined = numerics.contract or numerics.fast_math
+    parts = parts_of(source, kernels, dict(instances), whole=inlined)
+    path = compiled(parts, race=race, numerics=numerics, include=include)
+    library = Library(path, source, parts, race=race, granule_shift=granule_shift(source))
+    return buffers, library
+
+
 class EmulatedLibrary:
     """Result of `compile_shader`: kernels by attribute, a new object each time, as torch's."""
 
@@ -285,19 +309,12 @@ class EmulatedLibrary:
         source.encode("ascii")
         self._schedule, self._seed, self._seconds = schedule, seed, seconds
         self._numerics = numerics or Numerics()
-        kernels = kernels_of(source)
-        self._buffers = {name: kernel.buffers for name, kernel in kernels.items()}
-        for name, instance in (instances or {}).items():
-            self._buffers[name] = kernels[instance.kernel].buffers
-        for name, buffers in self._buffers.items():
-            _check_buffers(name, buffers)
-        # Products and sums contract across functions that are inlined alone.
-        inlined = self._numerics.contract or self._numerics.fast_math
-        parts = parts_of(source, kernels, instances, whole=inlined)
-        folders = [str(folder) for folder in include]
-        path = compiled(parts, race=race, numerics=self._numerics, include=folders)
-        self._library = Library(
-            path, source, parts, race=race, granule_shift=granule_shift(source)
+        self._buffers, self._library = _library(
+            source,
+            race,
+            self._numerics,
+            tuple(str(folder) for folder in include),
+            tuple((instances or {}).items()),
         )
 
     def __dir__(self) -> list[str]:
