@@ -25,6 +25,34 @@ struct granule {
 constexpr access REDZONE = ~0u;
 constexpr uint EPOCHS = 4095;
 
+struct granule_view {
+    access &written, &read, &read_before;
+    uint& readers;
+    access &added, &added_before;
+};
+static ALWAYS_INLINE granule_view view(granule& g) {
+    return {g.written, g.read, g.read_before, g.readers, g.added, g.added_before};
+}
+
+// Granules of threadgroup memory, an array for each member: matrices are checked eight at a time.
+struct granule_arrays {
+    std::vector<access> written, read, read_before;
+    std::vector<uint> readers;
+    std::vector<access> added, added_before;
+
+    ALWAYS_INLINE granule_view operator[](size_t i) {
+        return {written[i], read[i], read_before[i], readers[i], added[i], added_before[i]};
+    }
+    void clear(size_t i) {
+        written[i] = read[i] = read_before[i] = readers[i] = added[i] = added_before[i] = 0;
+    }
+    void make_redzone(size_t count) {
+        for (auto* member : {&written, &read, &read_before, &readers, &added, &added_before})
+            member->assign(count, 0);
+        written.assign(count, REDZONE);
+    }
+};
+
 // Accesses of this threadgroup, and the serial numbers, from 1, of others that made any.
 struct device_granule {
     granule own;
@@ -37,7 +65,7 @@ struct tracked_buffer {
     size_t count;
 };
 
-static std::vector<granule> threadgroup_granules;
+static granule_arrays threadgroup_granules;
 static std::vector<tracked_buffer> buffers;
 static unsigned char buffer_of_page[256];
 static uint threadgroup_epoch, device_epoch, serial;
@@ -69,7 +97,7 @@ RARE static void fail_race(const char* memory, const char* does, access then, co
 }
 
 // The last change of a granule that races with an access, or 0.
-static ALWAYS_INLINE access racing_change(const granule& g, access now) {
+static ALWAYS_INLINE access racing_change(const granule_view& g, access now) {
     if (unordered(g.written, now)) return g.written;
     if (__builtin_expect(g.added >> 20 != now >> 20, 1)) return 0;
     if (unordered(g.added, now)) return g.added;
@@ -77,7 +105,7 @@ static ALWAYS_INLINE access racing_change(const granule& g, access now) {
 }
 
 // A read of a granule that races with a change, or 0.
-static ALWAYS_INLINE access racing_read(const granule& g, access now, uint simdgroup) {
+static ALWAYS_INLINE access racing_read(const granule_view& g, access now, uint simdgroup) {
     if (g.read >> 20 != now >> 20) return 0;
     if (unordered(g.read, now)) return g.read;
     if (unordered(g.read_before, now)) return g.read_before;
@@ -85,12 +113,12 @@ static ALWAYS_INLINE access racing_read(const granule& g, access now, uint simdg
     return others ? (g.read & ~1023u) | (access)__builtin_ctz(others) * 32 : 0;
 }
 
-RARE static void fail_change(const granule& g, access then, const char* memory, const char* does,
+RARE static void fail_change(const granule_view& g, access then, const char* memory, const char* does,
                              const void* pc) {
     fail_race(memory, does, then, then == g.written ? "wrote" : "changed by an atomic", pc);
 }
 
-static ALWAYS_INLINE bool may_write(granule& g, access now, uint simdgroup, const char* memory,
+static ALWAYS_INLINE bool may_write(granule_view g, access now, uint simdgroup, const char* memory,
                                     const void* pc) {
     if (const access then = racing_change(g, now)) {
         fail_change(g, then, memory, "writes", pc);
@@ -104,7 +132,7 @@ static ALWAYS_INLINE bool may_write(granule& g, access now, uint simdgroup, cons
     return true;
 }
 
-static ALWAYS_INLINE bool may_read(granule& g, access now, uint simdgroup, const char* memory,
+static ALWAYS_INLINE bool may_read(granule_view g, access now, uint simdgroup, const char* memory,
                                    const void* pc) {
     if (const access then = racing_change(g, now)) {
         fail_change(g, then, memory, "reads", pc);
@@ -123,7 +151,7 @@ static ALWAYS_INLINE bool may_read(granule& g, access now, uint simdgroup, const
 }
 
 // Atomic changes don't race with each other.
-static bool may_add(granule& g, access now, uint simdgroup, const char* memory, const void* pc) {
+static bool may_add(granule_view g, access now, uint simdgroup, const char* memory, const void* pc) {
     if (unordered(g.written, now)) {
         fail_race(memory, "changes by an atomic", g.written, "wrote", pc);
         return false;
@@ -159,15 +187,14 @@ static ALWAYS_INLINE bool touch_threadgroup(const char* p, uint bytes, bool writ
     const access access_now = now(true, thread);
     const uint simdgroup = 1u << running->lane.simdgroup;
     const size_t at = p - launched->threadgroup_begin;
-    granule* g = &threadgroup_granules[at >> shift];
-    granule* const last = &threadgroup_granules[(at + bytes - 1) >> shift];
-    for (; g <= last; g++) {
-        if (__builtin_expect(g->written == REDZONE, 0)) {
+    for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
+        const granule_view g = threadgroup_granules[k];
+        if (__builtin_expect(g.written == REDZONE, 0)) {
             fail_threadgroup_bounds(p, write, pc);
             return false;
         }
-        const bool fine = write ? may_write(*g, access_now, simdgroup, "threadgroup memory", pc)
-                                : may_read(*g, access_now, simdgroup, "threadgroup memory", pc);
+        const bool fine = write ? may_write(g, access_now, simdgroup, "threadgroup memory", pc)
+                                : may_read(g, access_now, simdgroup, "threadgroup memory", pc);
         if (!fine) return false;
     }
     return true;
@@ -178,7 +205,7 @@ static void touch_threadgroup_atomically(const char* p, uint bytes, const void* 
     const uint simdgroup = 1u << running->lane.simdgroup;
     const size_t at = p - launched->threadgroup_begin;
     for (size_t k = at >> shift; k <= (at + bytes - 1) >> shift; k++) {
-        granule& g = threadgroup_granules[k];
+        const granule_view g = threadgroup_granules[k];
         if (g.written == REDZONE) return fail_threadgroup_bounds(p, true, pc);
         if (!may_add(g, access_now, simdgroup, "threadgroup memory", pc)) return;
     }
@@ -213,10 +240,10 @@ static void touch_device(tracked_buffer& b, size_t at, uint bytes, bool write, u
         if (write) {
             if (other(g.reader)) return fail_groups(does, g.reader, "read", b, pc);
             if (other(g.reader_before)) return fail_groups(does, g.reader_before, "read", b, pc);
-            if (!may_write(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
+            if (!may_write(view(g.own), access_now, simdgroup, b.buffer.name, pc)) return;
             g.writer = serial;
         } else {
-            if (!may_read(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
+            if (!may_read(view(g.own), access_now, simdgroup, b.buffer.name, pc)) return;
             remember(g.reader, g.reader_before);
         }
     }
@@ -231,7 +258,7 @@ static void touch_atomically(tracked_buffer& b, size_t at, uint bytes, const voi
         if (other(g.reader_before)) return fail_groups(does, g.reader_before, "read", b, pc);
         const access access_now = now(false, running->lane.thread_index);
         const uint simdgroup = 1u << running->lane.simdgroup;
-        if (!may_add(g.own, access_now, simdgroup, b.buffer.name, pc)) return;
+        if (!may_add(view(g.own), access_now, simdgroup, b.buffer.name, pc)) return;
         remember(g.adder, g.adder_before);
     }
 }
@@ -282,26 +309,82 @@ static ALWAYS_INLINE void touch(const void* address, uint bytes, bool write, con
         touch_buffer(p, bytes, write, thread, pc);
 }
 
+// A vector of the members of eight neighbouring granules.
+typedef uint eight __attribute__((ext_vector_type(8)));
+typedef uint eight_anywhere __attribute__((ext_vector_type(8), aligned(4)));
+
+// Which lane holds each granule of an 8x8 matrix: by whether rows or columns lie together in
+// memory, by the exponent of an element's granules, and by row or column.
+static uint lanes_of_rows[2][3][8][32];
+
+static void set_lanes(uint element, uint lane) {
+    lane_of[element] = lane;
+    const uint row = element / 8, column = element % 8;
+    for (uint x = 0; x < 3; x++)
+        for (uint k = 0; k < 1u << x; k++) {
+            lanes_of_rows[0][x][row][(column << x) + k] = lane;
+            lanes_of_rows[1][x][column][(row << x) + k] = lane;
+        }
+}
+
+// Checks and notes accesses of eight neighbouring granules; false, and none of them noted, where
+// there may be a fault.
+static ALWAYS_INLINE bool touch_eight(size_t k, eight lanes, bool write) {
+    granule_arrays& g = threadgroup_granules;
+    const eight here = now(true, running->lane.thread_index & ~31u) | lanes;
+    const eight written = *(eight_anywhere*)&g.written[k], added = *(eight_anywhere*)&g.added[k];
+    const eight read = *(eight_anywhere*)&g.read[k];
+    const auto written_now = (written >> 20 == here >> 20) & (((written ^ here) & 1023) != 0);
+    const auto changed = written_now | (written == REDZONE) | (added >> 20 == here >> 20);
+    const auto read_now = read >> 20 == here >> 20;
+    if (__builtin_reduce_or(write ? changed | read_now : changed)) return false;
+    if (write) {
+        *(eight_anywhere*)&g.written[k] = here;
+        return true;
+    }
+    const uint simdgroup = 1u << running->lane.simdgroup;
+    eight_anywhere& before = *(eight_anywhere*)&g.read_before[k];
+    eight_anywhere& readers = *(eight_anywhere*)&g.readers[k];
+    before = read_now ? (((read ^ here) & 1023) != 0 ? read : before) : eight(0);
+    readers = (read_now ? readers : eight(0)) | simdgroup;
+    *(eight_anywhere*)&g.read[k] = here;
+    return true;
+}
+
 // The lane that comes first checks all elements, each as an access of the lane that holds it.
 static void touch_matrix(const char* first, size_t row_bytes, size_t column_bytes, uint bytes,
                          bool write, const void* pc) {
     const uint base = running->lane.thread_index & ~31u;
     const char* last = first + 7 * row_bytes + 7 * column_bytes + bytes;
     const bool shared = first >= launched->threadgroup_begin && last <= launched->threadgroup_end;
-    for (uint i = 0; i < 64; i++) {
-        const char* p = first + (i >> 3) * row_bytes + (i & 7) * column_bytes;
-        if (!shared)
-            touch_buffer(p, bytes, write, base + lane_of[i], pc);
-        else if (!touch_threadgroup(p, bytes, write, base + lane_of[i], pc))
-            return;
+    const bool by_column = row_bytes == bytes;
+    const int exponent = __builtin_ctz(bytes) - shift;
+    const bool by_eight =
+        shared && (by_column || column_bytes == bytes) && exponent >= 0 && exponent < 3;
+    for (uint line = 0; line < 8; line++) {
+        const char* begin = first + line * (by_column ? column_bytes : row_bytes);
+        const size_t k = (begin - launched->threadgroup_begin) >> shift;
+        const uint* lanes = by_eight ? lanes_of_rows[by_column][exponent][line] : nullptr;
+        uint checked = 0;
+        while (by_eight && checked < 8u << exponent &&
+               touch_eight(k + checked, *(eight_anywhere*)(lanes + checked), write))
+            checked += 8;
+        for (uint i = by_eight ? checked >> exponent : 0; i < 8; i++) {
+            const uint element = by_column ? i * 8 + line : line * 8 + i;
+            const char* p = begin + i * (by_column ? row_bytes : column_bytes);
+            if (!shared)
+                touch_buffer(p, bytes, write, base + lane_of[element], pc);
+            else if (!touch_threadgroup(p, bytes, write, base + lane_of[element], pc))
+                return;
+        }
     }
 }
 
 static void next_threadgroup_epoch() {
     if (++threadgroup_epoch < EPOCHS) return;
     threadgroup_epoch = 1;
-    for (granule& g : threadgroup_granules)
-        if (g.written != REDZONE) g = {};
+    for (size_t i = 0; i < threadgroup_granules.written.size(); i++)
+        if (threadgroup_granules.written[i] != REDZONE) threadgroup_granules.clear(i);
 }
 
 static void next_device_epoch() {
@@ -315,12 +398,12 @@ static void begin_launch() {
     shift = launched->granule_shift;
     threadgroup_epoch = device_epoch = serial = 0;
     const size_t bytes = launched->threadgroup_end - launched->threadgroup_begin;
-    threadgroup_granules.assign((bytes >> shift) + 1, {REDZONE});
+    threadgroup_granules.make_redzone((bytes >> shift) + 1);
     const auto* end = (const emulated_variable*)launched->variables_end;
     for (const auto* v = (const emulated_variable*)launched->variables; v < end; v++) {
         const size_t at = (char*)v->at - launched->threadgroup_begin;
         for (size_t k = at >> shift; v->bytes && k <= (at + v->bytes - 1) >> shift; k++)
-            threadgroup_granules[k] = {};
+            threadgroup_granules.clear(k);
     }
     memset(buffer_of_page, 0, sizeof buffer_of_page);
     for (int i = 0; i < launched->buffer_count; i++) {

@@ -264,7 +264,7 @@ int emulated_launch(const kernel_launch* launch, char* text, size_t text_bytes) 
     choose_lane_order();
     races::begin_launch();
     for (uint lane = 0; lane < 32; lane++)
-        races::lane_of[element_of(lane)] = races::lane_of[element_of(lane) + 1] = lane;
+        for (int j = 0; j < 2; j++) races::set_lanes(element_of(lane) + j, lane);
     signals::catch_all();
     const uint control = _mm_getcsr();
     if (launch->flushes_denormals) _mm_setcsr(control | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO);
