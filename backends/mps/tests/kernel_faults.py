@@ -247,7 +247,8 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "size for delta": ("rows[2 * P[row_plane] + at_row]", "rows[P[row_plane] + at_row]"),
         "additions of dead pairs": ("-INFINITY && (full ||", "-INFINITY && (true ||"),
         "additions past the last key": ("inside = at < end", "inside = at <= end"),
-        "place of an addition": ("op_add_float(g1 + v10, grad)", "op_add_float(g1, grad)"),
+        "place of an addition": ("op_add_float(g1 + v11, v9)", "op_add_float(g1, v9)"),
+        "one row's share of an addition": ("op_sum_of_rows(live ? grad : 0.0f)", "grad"),
         "own rows of the first simdgroup": ("g_rows + (int)sg * 8 * 20", "g_rows"),
     },
     ("queries", _DEAD): {
@@ -263,7 +264,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     ("queries", _REPEATABLE): {
         "carry of an exact sum": ("(uint)(value >> 32) + carry", "(uint)(value >> 32)"),
-        "words of an exact sum": ("s1 + 5 * v10", "s1 + 4 * v10"),
+        "words of an exact sum": ("s1 + 5 * v11", "s1 + 4 * v11"),
         "count of additions": ("op_add_long(words + 3, 1ul);", ""),
     },
     ("totals", _REPEATABLE): {
