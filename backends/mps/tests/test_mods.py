@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -364,3 +365,32 @@ def test_additions_whose_place_no_key_decides_are_summed_by_row(name: str, of_ro
     mod = SCORES[name].make(SIZES, torch.Generator().manual_seed(3))
     spec = case_of(trace_mod(mod.function(), "score"), "score").spec
     assert row_sum_count(spec) == of_rows
+
+
+@pytest.mark.parametrize("divisor", ["number f32 - f0", "load f32 0 0", "const f32 - 30.0"])
+def test_scores_are_multiplied_by_the_reciprocal_of_a_tiles_number(divisor: str) -> None:
+    graph = parse_graph(f"input i64 - h;{divisor};input f32 - score;truediv f32 2,1 -;=3")
+    captured = [torch.full((4,), 30.0)]
+    text = mods_source(spec_of(graph, None, captured, []))
+    assert re.search(r"(v\d+) = 1\.0f / \w+;\n.* = score \* \1;", text)
+    case = ModCase(pairs(), graph, captured=captured, floats=[30.0])
+    found, *_ = case.run()
+    wanted = case.inputs["score"].double() / 30.0
+    torch.testing.assert_close(found.double(), wanted, atol=0.0, rtol=2e-7)
+
+
+def test_quotients_of_indices_are_exact_where_a_step_follows() -> None:
+    number = "input i64 - q_idx;cast f32 0 -;number f32 - f0;truediv f32 1,2 -;floor f32 3 -;"
+    graph = parse_graph(
+        f"{number}input f32 - score;const f32 - 0.0;mul f32 5,6 -;add f32 4,7 -;=8"
+    )
+    assert "1.0f /" not in mods_source(spec_of(graph))
+    for divisor in (3.0, 7.0, 11.0, 13.0):
+        case = ModCase(pairs(), graph, floats=[divisor])
+        found, *_ = case.run()
+        assert torch.equal(found, (case.inputs["q_idx"] / divisor).floor())
+
+
+def test_a_score_is_divided_by_what_differs_within_a_tile() -> None:
+    graph = parse_graph("input f32 - score;input i64 - kv_idx;load f32 1 0;truediv f32 0,2 -;=3")
+    assert "1.0f /" not in mods_source(spec_of(graph, None, [torch.ones(80)], []))

@@ -15,7 +15,16 @@ import torch
 
 from anyflex.plugin import IntegerRange, Lowering, Node, Spec, integer_ranges
 
-__all__ = ["ARGUMENTS", "HELD", "LONGEST", "METAL", "MODS_AT", "MOST_HEADS", "ModProgram"]
+__all__ = [
+    "ARGUMENTS",
+    "HELD",
+    "LONGEST",
+    "METAL",
+    "MODS_AT",
+    "MOST_HEADS",
+    "ModProgram",
+    "dependences",
+]
 
 LONGEST = (1 << 27) - (1 << 10)
 """Largest number of query rows, and of keys: 16 times a position fits int, and a launch of 32
@@ -54,6 +63,16 @@ _EXACT = frozenset("neg abs minimum maximum where sign floor ceil round trunc de
 # The program of one function
 
 
+def dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
+    """Return for each node which inputs that differ within a tile it needs."""
+    found: dict[Node, frozenset[str]] = {}
+    for node in nodes:
+        own = {str(node.attribute)} if node.operation == "input" else set()
+        needed = own.union(*(found[nodes[argument]] for argument in node.arguments))
+        found[node] = frozenset(needed & {"score", "grad", "q_idx", "kv_idx"})
+    return found
+
+
 @dataclass
 class ModProgram:
     """Lines of one generated function, and the facts that its rules use.
@@ -61,6 +80,7 @@ class ModProgram:
     Args:
         nodes: the nodes to be lowered.
         ranges: known ranges of integers and bools.
+        needs: `dependences` of the nodes.
         first_size: where in ``P`` each captured tensor's sizes begin; its strides follow.
         first_number: where in ``P`` the closed-over integers begin.
         types: name of a value -> the type that holds it.
@@ -68,6 +88,7 @@ class ModProgram:
 
     nodes: Sequence[Node]
     ranges: Mapping[Node, IntegerRange]
+    needs: Mapping[Node, frozenset[str]]
     first_size: tuple[int, ...]
     first_number: int
     lines: list[str] = field(default_factory=list)
@@ -85,7 +106,7 @@ class ModProgram:
         found = zip(nodes, integer_ranges(nodes, inputs), strict=True)
         ranges = {node: range_ for node, range_ in found if range_ is not None}
         types = {"score": "float", "grad": "float", **ARGUMENTS}
-        return cls(nodes, ranges, tuple(places), first, types=types)
+        return cls(nodes, ranges, dependences(nodes), tuple(places), first, types=types)
 
     def emit(self, text: str, type_: str) -> str:
         name = f"v{len(self.lines)}"
@@ -320,6 +341,20 @@ def _power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     return _plain(text)(program, node, operands)
 
 
+def _true_division(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    """Emit a product where the divisor is the same for the whole tile, as in a soft cap: its
+    reciprocal leaves the loops, and a division takes some ten instructions.
+
+    What depends on indices alone may be a step function's, which must be exact where torch is,
+    like q_idx / 3 at 6.
+    """
+    divisor = program.nodes[node.arguments[1]]
+    if program.needs[divisor] or not program.needs[node] & {"score", "grad"}:
+        return _plain("{0} / {1}")(program, node, operands)
+    inverse = program.emit(f"1.0f / {operands[1]}", "float")
+    return _plain("{0} * {1}")(program, node, (operands[0], inverse))
+
+
 METAL: Lowering[ModProgram, str] = Lowering(
     "Metal",
     {
@@ -336,7 +371,7 @@ METAL: Lowering[ModProgram, str] = Lowering(
         "add:float": _plain("{0} + {1}"),
         "sub:float": _plain("{0} - {1}"),
         "mul:float": _plain("{0} * {1}"),
-        "truediv": _plain("{0} / {1}"),
+        "truediv": _true_division,
         "floordiv:int": _division(
             "{0} >> {shift}",
             "{0} / {1}",

@@ -8,13 +8,13 @@ the call's floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 
 from anyflex.plugin import Derivative, Node, Scatter, Spec, differentiate, simplify
-from anyflex_mps.lowering import ARGUMENTS, HELD, METAL, ModProgram
+from anyflex_mps.lowering import ARGUMENTS, HELD, METAL, ModProgram, dependences
 from anyflex_mps.operations import EXACT_WORDS, functions_for
 
 __all__ = [
@@ -105,16 +105,6 @@ def _derivative(spec: Spec) -> Derivative:
     return differentiate(simplify(spec.score_graph), wanted_captured=learned)
 
 
-def _dependences(nodes: Sequence[Node]) -> list[frozenset[str]]:
-    """Return for each node which inputs that differ within a tile it needs."""
-    found: list[frozenset[str]] = []
-    for node in nodes:
-        own = {str(node.attribute)} if node.operation == "input" else set()
-        needed = own.union(*(found[argument] for argument in node.arguments))
-        found.append(frozenset(needed & {"score", "grad", "q_idx", "kv_idx"}))
-    return found
-
-
 def changes_gradients(spec: Spec) -> bool:
     """Return whether the gradient of a score differs from that of the modified score: it is the
     same for everything that is added to a score."""
@@ -188,24 +178,22 @@ def _add(
         program.lines.append(f"{call};")
 
 
+def _scatters(derivative: Derivative) -> Iterator[tuple[Scatter, frozenset[str]]]:
+    """Yield each addition, with what its place depends on."""
+    nodes = derivative.nodes
+    needs = dependences(nodes)
+    for scatter in derivative.scatters:
+        yield scatter, frozenset().union(*(needs[nodes[index]] for index in scatter.indices))
+
+
 def _by_row(derivative: Derivative) -> list[Scatter]:
     """Return the additions whose place neither the key nor the score decides."""
-    needs = _dependences(derivative.nodes)
-    return [
-        scatter
-        for scatter in derivative.scatters
-        if all(needs[index] <= {"q_idx"} for index in scatter.indices)
-    ]
+    return [scatter for scatter, needed in _scatters(derivative) if needed <= {"q_idx"}]
 
 
 def _by_key(derivative: Derivative) -> list[Scatter]:
     """Return the additions whose place the key decides, and neither the row nor the score."""
-    needs = _dependences(derivative.nodes)
-    return [
-        scatter
-        for scatter in derivative.scatters
-        if frozenset().union(*(needs[index] for index in scatter.indices)) == {"kv_idx"}
-    ]
+    return [scatter for scatter, needed in _scatters(derivative) if needed == {"kv_idx"}]
 
 
 def _captured_gradients(
