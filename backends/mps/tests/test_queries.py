@@ -80,13 +80,17 @@ def by_key(t: Tensor, w: Tensor, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: 
     return s * w[h, k % 7] + t[k]
 
 
+def by_row(t: Tensor, w: Tensor, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s * w[h, q % 7] + t[q] * (k - q) * 0.05 + w[h, 0] * torch.sin(s)
+
+
 def by_all(t: Tensor, w: Tensor, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s * w[h, k % 7] + t[k] + t[q] * w[h, q % 7] * s + t[(q + k) % 70] * w[h, 0]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("mod", [by_key, by_all])
-def test_additions_whose_place_the_key_decides_are_summed_over_rows(
+@pytest.mark.parametrize("mod", [by_key, by_row, by_all])
+def test_additions_are_summed_first_where_a_key_or_a_row_decides_their_place(
     mod: Callable[..., Tensor], deterministic: bool
 ) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -128,3 +132,9 @@ def test_a_keys_sum_takes_one_atomic_addition_of_a_fragment() -> None:
     assert text.count("op_add_float(g0 + ") == 1
     assert re.search(r"= op_sum_of_rows\(live \? grad : 0\.0f\);", text)
     assert re.search(r"if \(adds && P\[64\] != 0\) {\n    op_add_float\(g0 \+ ", text)
+
+
+def test_one_lane_of_a_row_adds_its_sums() -> None:
+    text = queries_shader(SPEC, "floats", True).text
+    assert text.count("op_add_float(g0 + ") == 1
+    assert re.search(r"if \(row < end_row && c == 0\)\n    captured_row_gradients\(", text)

@@ -265,7 +265,7 @@ def mods_source(
         what belongs to the row as a whole.
     ``void captured_row_gradients(int b, int h, int q_idx CAPTURED TOTALS, ... row_sums)``
         Adds the sums of a row, or of a part of it, to the accumulators. Present where `by_row`: a
-        kernel that walks along rows makes one atomic addition a lane, and not one a pair.
+        kernel that walks along rows makes one atomic addition a row, and not one a pair.
     """
     functions = []
     if spec.score_graph is not None:

@@ -142,7 +142,14 @@ float row_sums[{row_sums}];
 for (int i = 0; i < {row_sums}; i++)
   row_sums[i] = 0.0f;"""
         given = f"{shifted_row()}{captured_arguments(spec)}{totals}, row_sums"
-        row_gradients = f"if (row < end_row)\n  captured_row_gradients({given});"
+        row_gradients = f"""\
+// Four lanes hold parts of a row.
+for (int i = 0; i < {row_sums}; i++) {{
+  row_sums[i] += simd_shuffle_xor(row_sums[i], (ushort)1);
+  row_sums[i] += simd_shuffle_xor(row_sums[i], (ushort)8);
+}}
+if (row < end_row && c == 0)
+  captured_row_gradients({given});"""
     heads = [head_of(spec, tensor, "b", "h") for tensor in ("query", "dout")]
     heads += [head_of(spec, tensor, "kv_batch", "kv_head") for tensor in ("key", "value")]
     body = fill(
