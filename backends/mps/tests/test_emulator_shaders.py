@@ -316,6 +316,15 @@ def test_an_unknown_schedule_is_refused() -> None:
         compile_shader(SHOW, schedule="backwards")
 
 
+def test_a_schedule_is_asked_for_at_each_launch() -> None:
+    order = "forward"
+    other = compile_shader(SHOW, schedule=lambda: order).other
+    other(torch.zeros(1), threads=1, group_size=1)
+    order = "backwards"
+    with pytest.raises(ValueError, match=r"schedule must be one of .*, got 'backwards'"):
+        other(torch.zeros(1), threads=1, group_size=1)
+
+
 # The compiler
 
 

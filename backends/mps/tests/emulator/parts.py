@@ -129,18 +129,20 @@ def parts_of(
         return (Part(KERNELS, 1, "", rewritten(source, kernels), after),)
     together = [(kernel.begin, kernel.end + 1) for kernel in kernels.values()]
     together += [function.span for function in others]
-    calls = set(_words_before_brackets("".join(text[begin:end] for begin, end in together)))
-    called = [function for function in alone if function.name in calls]
-    declared = [f"{_declaration(source, function)};" for function in called]
+    called = _calls(text, together)
+    declared = [f"{_declaration(source, f)};" for f in alone if f.name in called]
     before = "\n".join([*_DIRECTIVE.findall(text), "using namespace metal;", *declared])
     first_line = 1 + source.count("\n", 0, min(begin for begin, _ in together))
     own = rewritten(_without(source, [function.span for function in alone]), kernels)
     body = "\n".join(line.rstrip() for line in own.split("\n")[first_line - 1 :])
     shared = _without(source, together)
-    for function in called:
-        shared = shared.replace(
-            source[function.begin : function.opens], _declaration(source, function)
-        )
+    # A function that no other one calls is shared whatever these kernels call: fewer parts differ.
+    inner = _calls(text, [(function.opens, function.end) for function in alone])
+    for function in alone:
+        if function.name in called or function.name not in inner:
+            shared = shared.replace(
+                source[function.begin : function.opens], _declaration(source, function)
+            )
     shared = "\n".join(line.rstrip() for line in rewritten(shared, {}).split("\n"))
     return (
         Part(KERNELS, first_line, before, body, after),
@@ -158,8 +160,9 @@ def _functions(text: str) -> list[_Function]:
     return functions
 
 
-def _words_before_brackets(text: str) -> list[str]:
-    return re.findall(r"\b(\w+)\(", text)
+def _calls(text: str, spans: Sequence[tuple[int, int]]) -> set[str]:
+    """Return the names of what some spans call."""
+    return {name for begin, end in spans for name in re.findall(r"\b(\w+)\(", text[begin:end])}
 
 
 def _cooperating(text: str, functions: Sequence[_Function]) -> list[_Function]:
@@ -169,8 +172,9 @@ def _cooperating(text: str, functions: Sequence[_Function]) -> list[_Function]:
     names: set[str] = set()
     # A function is defined before it is called.
     for function in functions:
-        body = text[slice(*function.span)]
-        if _COOPERATES.search(body) or names.intersection(_words_before_brackets(body)):
+        if _COOPERATES.search(text[slice(*function.span)]) or names & _calls(
+            text, [(function.opens, function.end)]
+        ):
             found.append(function)
             names.add(function.name)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ _CASTS = {
 
 Scalar = int | float
 Argument = torch.Tensor | Scalar | Sequence[Scalar]
+Schedule = str | Callable[[], str]
+
+
+def _order(schedule: Schedule) -> str:
+    order = schedule if isinstance(schedule, str) else schedule()
+    if order not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {order!r}")
+    return order
 
 
 def _packed(values: Sequence[Scalar], cast: str) -> torch.Tensor:
@@ -72,7 +80,7 @@ class EmulatedKernel:
         name: str,
         buffers: Sequence[Buffer],
         *,
-        schedule: str,
+        schedule: Schedule,
         seed: int,
         numerics: Numerics,
         seconds: float,
@@ -230,7 +238,7 @@ class EmulatedKernel:
                     bound,
                     grid,
                     group,
-                    schedule=self._schedule,
+                    schedule=_order(self._schedule),
                     seed=self._seed,
                     numerics=self._numerics,
                     seconds=self._seconds,
@@ -297,15 +305,14 @@ class EmulatedLibrary:
         source: str,
         *,
         race: bool = False,
-        schedule: str = "forward",
+        schedule: Schedule = "forward",
         seed: int = 0,
         numerics: Numerics | None = None,
         include: Sequence[str | Path] = (),
         instances: Mapping[str, Instance] | None = None,
         seconds: float = 60.0,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
+        _order(schedule)
         source.encode("ascii")
         self._schedule, self._seed, self._seconds = schedule, seed, seconds
         self._numerics = numerics or Numerics()
@@ -352,7 +359,7 @@ def compile_shader(
     source: str,
     *,
     race: bool = False,
-    schedule: str = "forward",
+    schedule: Schedule = "forward",
     seed: int = 0,
     numerics: Numerics | None = None,
     include: Sequence[str | Path] = (),
@@ -365,7 +372,7 @@ def compile_shader(
         source: text in ASCII.
         race: check data races, bounds of every buffer and undefined arithmetic exactly: 3 to 5
             times as slow.
-        schedule: order in which threads run, of SCHEDULES.
+        schedule: order in which threads run, of SCHEDULES, or what says it at each launch.
         seed: what the random schedule, and random errors of `numerics`, begin from.
         numerics: numeric variant.
         include: folders of headers, for sources of others. With any, the race build doesn't check
