@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulator import SCHEDULES, KernelFault, compile_shader
+from emulator.compiling import runtime_library
 from emulator.requirement import require_emulator
 from matmul_kernel import BARRIER, MATMUL, largest_error, run_matmul, seeded
 
@@ -536,6 +537,13 @@ ctypes.string_at(8)
 """
     done = subprocess.run([sys.executable, "-c", script], env=os.environ.copy(), check=False)
     assert done.returncode == -11
+
+
+def test_a_thread_may_run_a_kernel_while_the_process_ends() -> None:
+    # Exit would destroy what is in use: fibers vanish, and the launch faults or crashes.
+    library = str(runtime_library())
+    done = subprocess.run(["nm", "-D", "-u", library], capture_output=True, text=True, check=True)
+    assert "memcpy" in done.stdout and "__cxa_atexit" not in done.stdout
 
 
 def test_the_unchanged_kernel_has_no_fault() -> None:

@@ -130,6 +130,8 @@ def runtime_library() -> Path:
     folder = _sources()
     source = str(folder / "runtime" / "runtime.cpp")
     flags = (*BASE, f"-I{folder / 'shim'}", "-O2", "-ffp-contract=off", "-shared")
+    # Another thread may run a kernel while the process ends.
+    flags += ("-fno-c++-static-destructors",)
     return _kept(
         f"runtime-{_digest(*flags)}.so", lambda to: _run([CXX, *flags, source, "-o", str(to)])
     )
@@ -165,8 +167,11 @@ def compiled(
     """
     flags = (*_flags(race, numerics.compiler_flags), *_folders(include))
     objects = [str(_object(part, flags, checked=race and not include)) for part in parts]
-    command = ["ld", "-shared", *objects, str(runtime_library()), "-o"]
-    return _kept(f"kernels-{_digest(*objects)}.so", lambda to: _run([*command, str(to)]))
+    linked = [*objects, str(runtime_library())]
+    return _kept(
+        f"kernels-{_digest(*linked)}.so",
+        lambda to: _run(["ld", "-shared", *linked, "-o", str(to)]),
+    )
 
 
 def _object(part: Part, flags: Sequence[str], *, checked: bool) -> Path:
