@@ -149,6 +149,11 @@ static __attribute__((noinline)) void multiply(simdgroup_state& s, queued_produc
 
 extern "C" {
 
+// Ends the kernel with what the shim says of this thread: "asks ...".
+RARE void emulated_fault(const char* text) {
+    fail(this_thread() + " " + text + ", " + at_code(__builtin_return_address(0)));
+}
+
 void emulated_threadgroup_barrier(int flags) {
     const void* site = __builtin_return_address(0);
     if (!barrier.arrived) {

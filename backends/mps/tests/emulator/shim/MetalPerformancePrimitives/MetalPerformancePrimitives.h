@@ -1,0 +1,1 @@
+#include "emulated/tensors.h"
