@@ -6,6 +6,7 @@ import pytest
 from emulator.lint import RULES, Finding, conversions, findings
 from emulator.requirement import require_emulator
 from matmul_kernel import MATMUL
+from tensor_kernel import TENSORS
 
 GOOD = """
 #include <metal_stdlib>
@@ -55,6 +56,7 @@ BAD = [
     ("pragma", "#pragma METAL fp contract(off)\n", "", "contract(off)' before the first function"),
     ("pragma", "math_mode(safe)", "math_mode(fast)", "math_mode(safe)' before the first function"),
     ("forbidden-word", "const float y = x", "const double y = x", "Metal has no double"),
+    ("forbidden-word", "const bool live =", "auto live =", "types are written out"),
     ("forbidden-word", "const bool live =", "goto end; const bool live =", "Metal has no goto"),
     ("forbidden-word", "x * 2.0f", "std::max(x, 2.0f)", "Metal has no std::"),
     ("forbidden-word", "static inline", "template <class T> inline", "no templates"),
@@ -115,6 +117,7 @@ BAD = [
 def test_a_good_text_has_no_finding() -> None:
     assert findings(GOOD) == []
     assert findings(MATMUL) == []
+    assert findings(TENSORS) == []
 
 
 @pytest.mark.parametrize(("rule", "old", "new", "says"), BAD)

@@ -70,7 +70,8 @@ FUNCTIONS = frozenset(
     clz ctz mulhi dot any all atomic_load_explicit atomic_store_explicit atomic_exchange_explicit
     atomic_fetch_add_explicit atomic_fetch_sub_explicit atomic_fetch_max_explicit
     atomic_fetch_min_explicit atomic_fetch_and_explicit atomic_fetch_or_explicit
-    atomic_fetch_xor_explicit atomic_compare_exchange_weak_explicit
+    atomic_fetch_xor_explicit atomic_compare_exchange_weak_explicit dextents matmul2d_descriptor
+    get_destination_cooperative_tensor get_capacity is_valid_element get_multidimensional_index run
     """.split()
 )
 """Metal's functions that occur in torch's or MLX's kernels: those may be called."""
@@ -82,12 +83,17 @@ TYPES = frozenset(
     simdgroup_matrix simdgroup_float8x8 simdgroup_half8x8 simdgroup_bfloat8x8 void
     """.split()
 )
-_CONTROL = frozenset("if for while switch return sizeof do else case".split())
+_CONTROL = frozenset("if for while switch return sizeof decltype do else case".split())
 _SPACES = frozenset("device constant thread threadgroup".split())
 _TYPE = "|".join(sorted(TYPES, key=len, reverse=True))
 _NAMED_TYPE = rf"\b(?:{_TYPE})\b(?:\s*<[^<>;(){{}}]*>)?"
 _DECLARED_POINTER = re.compile(rf"{_NAMED_TYPE}(?:\s+const)?\s*([*&])+\s*\w+")
 _DECLARATION = re.compile(rf"{_NAMED_TYPE}[\s*&]+(\w+)\s*(?=[=;,\[)(])")
+_UNNAMED = re.compile(
+    r"\bauto(?=\s+\w+\s*=\s*\w+\s*\.\s*"
+    r"(?:get_destination_cooperative_tensor|get_multidimensional_index)\b)"
+)
+"""Before results of which Apple documents no type."""
 _FUNCTION = re.compile(r"\b(\w+)\s*\(")
 _INTEGER = re.compile(r"(?<![\w.])(0[xX][0-9a-fA-F]+|\d+)([uUlL]*)(?![\w.])")
 _FLOAT = re.compile(
@@ -178,9 +184,10 @@ def _pragma(source: _Source) -> Found:
 
 def _forbidden_word(source: _Source) -> Found:
     """Words of C++ that Metal hasn't, or that our kernels do without."""
+    code = _UNNAMED.sub("    ", source.code)
     for word, reason in FORBIDDEN_WORDS.items():
         pattern = r"\b" + word.replace(" ", r"\s+") + r"\b"
-        for found in re.finditer(pattern, source.code):
+        for found in re.finditer(pattern, code):
             yield found.start(), reason
 
 
@@ -355,8 +362,10 @@ def _unknown_function(source: _Source) -> Found:
 
 
 def _declared(body: str) -> set[str]:
-    """Return names of matrices that are declared with a diagonal, `simdgroup_matrix<...> m(x)`."""
-    return set(re.findall(r"\bsimdgroup_matrix\s*<[^<>]*>\s+(\w+)\s*\(", body))
+    """Return names that are declared with arguments: of matrices with a diagonal,
+    `simdgroup_matrix<...> m(x)`, and of tensors, `tensor<..., tensor_inline> t(x, ...)`."""
+    types = r"\b(?:simdgroup_matrix\s*<[^<>]*>|tensor_inline\s*>)"
+    return set(re.findall(rf"{types}\s+(\w+)\s*\(", body))
 
 
 _CHECKS: tuple[Callable[[_Source], Found], ...] = (

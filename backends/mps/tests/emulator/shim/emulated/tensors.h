@@ -130,9 +130,8 @@ template <matmul2d_descriptor Shape, class Scope> struct matmul2d {
         static_assert(metal::is_same_v<Layout, result_layout<Shape, Scope, Left, Right>>,
                       "input types must match cooperative tensor types");
         static_assert(metal::is_same_v<typename Left::value_type, typename Right::value_type> &&
-                          !metal::is_same_v<typename Left::value_type, float> &&
                           metal::is_same_v<Element, float>,
-                      "operands are both half or both bfloat, results float");
+                      "operands have one type, results are float");
         check(left, right);
         const int pitch = left.extents.sizes[0], right_pitch = right.extents.sizes[0];
         for (int i = 0; i < result.capacity; i++) {
