@@ -8,6 +8,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex import masks
+from anyflex.plugin import BackendRefused
 from anyflex.testing import Conformance
 
 pytestmark = pytest.mark.mps
@@ -80,3 +81,18 @@ def test_a_decoding_call_gives_the_dense_result() -> None:
     keys, values = (each.cpu().double().repeat_interleave(4, 1) for each in (key, value))
     right = torch.softmax(query.cpu().double() @ keys.mT / 128**0.5, dim=-1) @ values
     torch.testing.assert_close(out.cpu().double(), right, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_matrix_units_give_the_dense_result_or_refuse_by_name(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 4, 300, 128, device="mps", dtype=dtype) for _ in range(3))
+    try:
+        out = anyflex.flex_attention(
+            query, key, value, backend="mps", kernel_options={"mps": {"mpp": True}}
+        )
+    except BackendRefused as error:
+        assert "option mpp" in str(error)
+        pytest.skip(str(error))
+    exact = [each.cpu().double() for each in (query, key, value)]
+    right = torch.nn.functional.scaled_dot_product_attention(*exact)
+    torch.testing.assert_close(out.cpu().double(), right, **within(dtype))

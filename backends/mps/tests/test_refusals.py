@@ -77,6 +77,33 @@ def test_every_other_apple_gpu_is_taken(arch: str) -> None:
     assert MpsBackend("mps", "mps").supports(replace(PLAIN, arch=arch)) == Accepted()
 
 
+UNITS = replace(PLAIN, arch="apple10", dtype=torch.float16, options=(("mpp", True),))
+
+
+@pytest.mark.parametrize("arch", ["apple10", "apple11", "apple-m6", ""])
+def test_matrix_units_are_taken_where_chips_have_them(arch: str) -> None:
+    backend = MpsBackend("mps", "mps")
+    for dtype in (torch.float16, torch.bfloat16):
+        assert backend.supports(replace(UNITS, arch=arch, dtype=dtype)) == Accepted()
+
+
+@pytest.mark.parametrize("arch", ["apple7", "apple9"])
+def test_matrix_units_are_refused_where_chips_lack_them(arch: str) -> None:
+    text = reason(replace(UNITS, arch=arch))
+    assert text.startswith("the option mpp needs the matrix units of an M5 or newer, got ")
+    assert f"{arch!r}: leave the option out" in text
+    off = replace(UNITS, arch=arch, options=(("mpp", False),))
+    assert MpsBackend("mps", "mps").supports(off) == Accepted()
+
+
+def test_matrix_units_are_refused_in_float32_with_the_cure() -> None:
+    cure = "the option mpp takes float16 and bfloat16, got float32, .*: convert query, key and"
+    with posing("mps", arch="apple10"), pytest.raises(BackendRefused, match=cure):
+        anyflex.flex_attention(
+            query(), query(), query(), backend="mps", kernel_options={"mps": {"mpp": True}}
+        )
+
+
 def test_refusals_of_capabilities_come_first() -> None:
     assert "float64" in reason(replace(PLAIN, dtype=torch.float64))
 

@@ -12,6 +12,7 @@ from emulator import compile_shader
 from anyflex.plugin import Spec
 from anyflex_mps.decode import decode_shader
 from anyflex_mps.forward import forward_shader
+from anyflex_mps.forward_matmul import forward_matmul_shader, threadgroup_bytes
 from anyflex_mps.keys import keys_shader
 from anyflex_mps.queries import queries_shader
 from anyflex_mps.text import Shader
@@ -60,3 +61,14 @@ def test_a_kernel_takes_the_memory_of_its_tile(
     # Each array, and the flags, begin at a multiple of 16 bytes.
     wanted = tile.threadgroup_bytes + 4 * tile.simdgroups
     assert wanted <= taken < wanted + 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_tile_on_matrix_units_fits_and_takes_what_is_computed(dtype: torch.dtype) -> None:
+    for dims in itertools.product(DIMS, DIMS):
+        assert threadgroup_bytes(Spec("mps", "apple10", dtype, *dims)) <= BYTES, dims
+    for dims in ((64, 64), (20, 129), (256, 256)):
+        spec = Spec("mps", "apple10", dtype, *dims)
+        shader = forward_matmul_shader(spec)
+        kernel = getattr(compile_shader(shader.text), shader.name)
+        assert kernel.static_thread_group_memory_length == threadgroup_bytes(spec)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -17,9 +17,11 @@ from anyflex.plugin import (
     Capabilities,
     Decision,
     Kernel,
+    Option,
     Rejected,
     Spec,
 )
+from anyflex_mps.options import OPTIONS, wants_mpp
 from anyflex_mps.refusals import refusal
 from anyflex_mps.targets import cores, machine
 
@@ -33,6 +35,7 @@ __all__ = ["MpsBackend"]
 class MpsBackend(Backend):
     """Kernels in Metal for Apple GPUs."""
 
+    options: ClassVar[Mapping[str, Option]] = OPTIONS
     capabilities = Capabilities(
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         different_value_head_dim=True,
@@ -105,13 +108,21 @@ class MpsBackend(Backend):
         tried once."""
         self._self_test.check(dtype)
 
+    def check_matrix_units(self, dtype: torch.dtype) -> None:
+        """Raise BackendRefused where products on matrix units aren't as the option ``mpp`` needs
+        them; it is tried once."""
+        self._self_test.check_matrix_units(dtype)
+
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the kernels' source; Metal compiles it at the first launch.
 
-        Raises BackendRefused where `check_gpu` does.
+        Raises BackendRefused where `check_gpu` does, or `check_matrix_units` with the option
+        ``mpp``.
         """
         from anyflex_mps.kernel import MpsKernel
         from anyflex_mps.shaders import Shaders
 
         self.check_gpu(spec.dtype)
+        if wants_mpp(spec):
+            self.check_matrix_units(spec.dtype)
         return MpsKernel(spec, Shaders(self.compile_shader()), self.cores())

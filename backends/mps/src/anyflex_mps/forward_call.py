@@ -9,7 +9,9 @@ from torch import Tensor
 from anyflex.plugin import Call, MaskViews, Outputs, Spec
 from anyflex_mps.arguments import Entry, strides_of
 from anyflex_mps.forward import forward_shader
+from anyflex_mps.forward_matmul import ROWS, forward_matmul_shader
 from anyflex_mps.launch import launch
+from anyflex_mps.options import wants_mpp
 from anyflex_mps.spec_shaders import SpecShaders
 from anyflex_mps.tiles import tile_for
 
@@ -68,10 +70,13 @@ def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
     spec = made.spec
     tensors, numbers = mask_tensors(call.mask)
     batch, heads, length = call.query.shape[:3]
-    tiles = tile_count(length, tile_for("forward", spec).rows, spec.block_size[0])
+    write, rows = forward_shader, tile_for("forward", spec).rows
+    if wants_mpp(spec):
+        write, rows = forward_matmul_shader, ROWS
+    tiles = tile_count(length, rows, spec.block_size[0])
     launch(
         made.compiled,
-        made.written(forward_shader),
+        made.written(write),
         call,
         (tiles, heads, batch),
         {

@@ -8,7 +8,9 @@ from anyflex.plugin import Spec
 from anyflex_mps.decode import combine_shader, decode_shader
 from anyflex_mps.decode_call import MOST_ROWS
 from anyflex_mps.forward import forward_shader
+from anyflex_mps.forward_matmul import forward_matmul_shader
 from anyflex_mps.keys import keys_shader
+from anyflex_mps.options import wants_mpp
 from anyflex_mps.queries import queries_shader
 from anyflex_mps.rows import rows_shader, totals_shader
 from anyflex_mps.text import Shader
@@ -37,7 +39,7 @@ def _forward(spec: Spec) -> Iterator[Shader]:
         yield decode_shader(spec, tile, packed)
     if tiles:
         yield combine_shader(spec)
-    yield forward_shader(spec)
+    yield forward_matmul_shader(spec) if wants_mpp(spec) else forward_shader(spec)
 
 
 def _backward(spec: Spec) -> Iterator[Shader]:

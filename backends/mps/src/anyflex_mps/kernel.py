@@ -13,6 +13,8 @@ from anyflex_mps.addressing import check_sizes, fits_int
 from anyflex_mps.backward_call import backward_workspace, launch_backward
 from anyflex_mps.decode_call import decode_workspace, decodes, launch_decode, splits_of
 from anyflex_mps.forward_call import launch_forward
+from anyflex_mps.forward_matmul import ROWS, keys_of_step
+from anyflex_mps.options import wants_mpp
 from anyflex_mps.shaders import Shaders
 from anyflex_mps.spec_shaders import SpecShaders
 from anyflex_mps.tiles import tile_for
@@ -35,9 +37,12 @@ class MpsKernel(Kernel):
         return self._made if fit else self._wide
 
     def describe(self, call: Call) -> str:
-        """Return ``decode splits=8`` or ``prefill 32x32``: rows by keys of a step."""
+        """Return ``decode splits=8``, ``prefill 32x32`` or ``prefill mpp 32x32``: rows by keys of
+        a step."""
         if decodes(self.spec, call):
             return f"decode splits={splits_of(self.spec, call, self._made.cores).number}"
+        if wants_mpp(self.spec):
+            return f"prefill mpp {ROWS}x{keys_of_step(self.spec)}"
         tile = tile_for("forward", self.spec)
         return f"prefill {tile.rows}x{tile.step}"
 

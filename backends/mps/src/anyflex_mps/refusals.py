@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from anyflex.plugin import Spec
-from anyflex_mps.targets import family_of
+from anyflex_mps.options import wants_mpp
+from anyflex_mps.targets import MATRIX_UNITS, family_of
 
 __all__ = ["MOST_BUFFERS", "OWN_BUFFERS", "buffer_count", "refusal"]
 
@@ -17,11 +18,23 @@ OWN_BUFFERS = 13
 
 def refusal(spec: Spec) -> str | None:
     """Return why no kernel can compute a spec, with the cure, or None."""
-    if family_of(spec.arch) is None:
+    family = family_of(spec.arch)
+    if family is None:
         return (
             f"the GPU {spec.arch!r} is older than Apple's M1, or virtual: it has no simdgroup "
             "matrices. Use a Mac with Apple silicon, or backend='reference'"
         )
+    if wants_mpp(spec):
+        if spec.dtype is torch.float32:
+            return (
+                "the option mpp takes float16 and bfloat16, got float32, whose products matrix "
+                "units round: convert query, key and value, or leave the option out"
+            )
+        if family < MATRIX_UNITS:
+            return (
+                f"the option mpp needs the matrix units of an M5 or newer, got {spec.arch!r}: "
+                "leave the option out"
+            )
     for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
         if graph is not None and any(node.dtype is torch.float64 for node in graph.nodes):
             return (

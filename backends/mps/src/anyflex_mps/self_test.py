@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import BackendRefused, Spec, free_in_child
+from anyflex_mps.matmul_test import broken_products, matmul_test_shader
 from anyflex_mps.shaders import CompileShader, Shaders
 from anyflex_mps.targets import machine
 from anyflex_mps.text import LANE_OF_COLUMN, PLACE_OF_LANE, TYPES, Shader, fill, kernel_text
@@ -156,35 +157,57 @@ class SelfTest:
     def __init__(self, compile_shader: CompileShader, device: torch.device) -> None:
         self._shaders = Shaders(compile_shader)
         self._device = device
-        self._refusals: dict[torch.dtype, str | None] = {}
+        self._refusals: dict[tuple[str, torch.dtype], str | None] = {}
         self._lock = threading.Lock()
         free_in_child(self, "_lock")
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise BackendRefused where kernels for a dtype would compute wrong numbers, or where
         that can't be found out; only the former is remembered."""
+        self._check("", dtype)
+
+    def check_matrix_units(self, dtype: torch.dtype) -> None:
+        """Do the same for kernels of the option ``mpp``."""
+        self._check("mpp", dtype)
+
+    def _check(self, option: str, dtype: torch.dtype) -> None:
+        key = option, dtype
         with self._lock:
-            if dtype not in self._refusals:
-                self._refusals[dtype] = self._refusal(dtype)
-            refusal = self._refusals[dtype]
+            if key not in self._refusals:
+                self._refusals[key] = self._refusal(option, dtype)
+            refusal = self._refusals[key]
         if refusal is not None:
             raise BackendRefused(refusal)
 
-    def _refusal(self, dtype: torch.dtype) -> str | None:
+    def _refusal(self, option: str, dtype: torch.dtype) -> str | None:
+        shader_of, broken_of = _TESTS[option]
         try:
-            kernel = self._shaders.kernel(self_test_shader(dtype))
-            broken = broken_assumptions(kernel, dtype, self._device)
+            kernel = self._shaders.kernel(shader_of(dtype))
+            broken = broken_of(kernel, dtype, self._device)
         except RuntimeError as error:
-            raise BackendRefused(_report(dtype, " ".join(str(error).split()))) from error
+            raise BackendRefused(_report(option, dtype, " ".join(str(error).split()))) from error
         if not broken:
             return None
-        wrong = "; ".join(broken)
-        return _report(dtype, f"not as kernels assume, which would compute wrong numbers: {wrong}")
+        problem = "not as kernels assume, which would compute wrong numbers: " + "; ".join(broken)
+        return _report(option, dtype, problem)
 
 
-def _report(dtype: torch.dtype, problem: str) -> str:
+_TESTS = {
+    "": (self_test_shader, broken_assumptions),
+    "mpp": (matmul_test_shader, broken_products),
+}
+"""Kernel and check of each test, by the option whose kernels need it."""
+
+
+def _report(option: str, dtype: torch.dtype, problem: str) -> str:
     name = str(dtype).removeprefix("torch.")
+    if not option:
+        return (
+            f"anyflex-mps's self test of {name} fails on this machine ({machine()}): {problem}. "
+            "Please report this line, and use backend='reference' meanwhile"
+        )
     return (
-        f"anyflex-mps's self test of {name} fails on this machine ({machine()}): {problem}. "
-        "Please report this line, and use backend='reference' meanwhile"
+        f"anyflex-mps's self test of the option {option} with {name} fails on this machine "
+        f"({machine()}): {problem}. The option needs macOS 26.2 or newer: if this is one, please "
+        "report this line; leave the option out meanwhile"
     )

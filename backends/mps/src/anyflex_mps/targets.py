@@ -13,12 +13,14 @@ import re
 
 import torch
 
-__all__ = ["NEWEST", "OLDEST", "cores", "family_of", "machine"]
+__all__ = ["MATRIX_UNITS", "NEWEST", "OLDEST", "cores", "family_of", "machine"]
 
 OLDEST = 7
 """First family that multiplies 8x8 matrices: that of M1 and A14."""
 NEWEST = 10
 """Newest family that is known."""
+MATRIX_UNITS = 10
+"""First family whose cores have units for products of matrices: that of M5 and A19."""
 
 _FIRST_CHIPS = {"m": 1, "a": 14}
 """Number of the first chip of each line in the oldest family."""

@@ -25,6 +25,7 @@ __all__ = [
     "TYPES",
     "Shader",
     "any_nonfinite",
+    "any_of_group",
     "fill",
     "head_of",
     "index_type",
@@ -45,6 +46,7 @@ TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"
 _HEADER = """\
 #include <metal_stdlib>
 #include <metal_simdgroup_matrix>
+$includes
 using namespace metal;
 #pragma METAL fp math_mode(safe)
 #pragma METAL fp contract(off)
@@ -98,7 +100,14 @@ def fill(template: str, **given: object) -> str:
 
 
 def kernel_text(
-    name: str, spec: Spec, buffers: Sequence[str], functions: str, body: str, threads: int
+    name: str,
+    spec: Spec,
+    buffers: Sequence[str],
+    functions: str,
+    body: str,
+    threads: int,
+    *,
+    includes: str = "",
 ) -> Shader:
     """Return a kernel's source.
 
@@ -107,12 +116,13 @@ def kernel_text(
             follow.
         functions: text of the functions that it calls.
         body: statements of the kernel.
+        includes: of headers beyond those that all kernels have.
     """
     declared = [*buffers, *captured_buffers(spec), "constant long* P", "constant float* F"]
     parameters = [f"{text} [[buffer({at})]]" for at, text in enumerate(declared)]
     signature = ",\n    ".join([*parameters, *_IDS])
     kernel = f"kernel void {name}(\n    {signature}) {{\n{indent(body, '  ')}}}\n"
-    text = f"{_HEADER}\n{functions}\n{kernel}"
+    text = f"{fill(_HEADER, includes=includes)}\n{functions}\n{kernel}"
     return Shader(name, text, tuple(each.split()[-1] for each in declared), threads)
 
 
@@ -183,15 +193,22 @@ def staged_rows(
     rows: int,
     *,
     finite_only: str = "false",
+    width: int | None = None,
 ) -> str:
     """Return the call of ``load_rows`` for rows of a tensor whose head begins at
-    ``<tensor>_head``."""
+    ``<tensor>_head``.
+
+    Args:
+        width: columns of a staged row, which the next one follows; None for whole fragments of
+            them, with padding.
+    """
     dim = spec.value_head_dim if tensor in ("value", "dout") else spec.head_dim
-    index, pitch = index_type(spec), pitch_of(dim, spec.dtype.itemsize)
+    index, pitch = index_type(spec), width or pitch_of(dim, spec.dtype.itemsize)
     row, column = place(tensor, "row"), place(tensor, "column")
     return (
         f"load_rows(\n    {into}, {tensor}_head, {first}, {end}, ({index}){row}, "
-        f"({index}){column},\n    {rows}, {dim}, {whole_fragments(dim)}, {pitch}, {finite_only}, "
+        f"({index}){column},\n    {rows}, {dim}, {width or whole_fragments(dim)}, {pitch}, "
+        f"{finite_only}, "
         "tid);"
     )
 
@@ -237,7 +254,7 @@ def zeros(name: str, count: int, *, declared: bool = True) -> str:
   {name}[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);"""
 
 
-_ANY_NONFINITE = """\
+_ANY_OF_GROUP = """\
 bool own = false;
 $tests
 const bool of_simdgroup = simd_any(own);
@@ -263,7 +280,17 @@ for (int d = 0; d < {count}; d++)
       || !isfinite({name}[d].thread_elements()[1]);"""
         for name, count in fragments.items()
     )
-    return fill(_ANY_NONFINITE, tests=tests, simdgroups=simdgroups)
+    return any_of_group(tests, simdgroups)
+
+
+def any_of_group(tests: str, simdgroups: int) -> str:
+    """Return statements that set ``odd``, the same in all threads: whether ``own`` is true in some
+    thread. ``flags`` is threadgroup memory of a uint a simdgroup.
+
+    Args:
+        tests: statements that may set ``own``, which is false.
+    """
+    return fill(_ANY_OF_GROUP, tests=tests, simdgroups=simdgroups)
 
 
 # Walks along runs

@@ -1,0 +1,142 @@
+"""Self test of products on matrix units: the shapes and modes that `forward_matmul` uses.
+
+All numbers are integers, so that no order of summation rounds, and sums need more bits than a
+float16, bfloat16 or TF32 number has: units that keep fewer than float32's are found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.plugin import Spec
+from anyflex_mps.tensor_text import (
+    INCLUDES,
+    USING,
+    declared_product,
+    declared_rows,
+    each_element,
+)
+from anyflex_mps.text import TYPES, Shader, fill, kernel_text
+
+__all__ = ["broken_products", "matmul_test_shader"]
+
+_ROWS, _KEYS, _DEPTH, _COLUMNS = 32, 32, 64, 48
+_SIMDGROUPS = 4
+_THREADS = 32 * _SIMDGROUPS
+_START = 2**20 + 1
+"""A sum that a product is added to."""
+
+_KERNEL = """\
+threadgroup $type a_rows[$a_size];
+threadgroup $type b_rows[$b_size];
+threadgroup $type p_rows[$p_size];
+threadgroup $type v_rows[$v_size];
+for (int i = (int)tid; i < $a_size; i += $threads)
+  a_rows[i] = a[i];
+for (int i = (int)tid; i < $b_size; i += $threads)
+  b_rows[i] = b[i];
+for (int i = (int)tid; i < $p_size; i += $threads)
+  p_rows[i] = p[i];
+for (int i = (int)tid; i < $v_size; i += $threads)
+  v_rows[i] = v[i];
+$tensors
+threadgroup_barrier(mem_flags::mem_threadgroup);
+auto s = multiply.get_destination_cooperative_tensor<
+    decltype(left), decltype(turned), float>();
+multiply.run(left, turned, s);
+auto acc = add.get_destination_cooperative_tensor<
+    decltype(weights), decltype(values), float>();
+$start
+add.run(weights, values, acc);
+add.run(weights, values, acc);
+$store_product
+$store_sum
+"""
+
+
+def matmul_test_shader(dtype: torch.dtype) -> Shader:
+    """Return the kernel for a dtype, float16 or bfloat16; it runs in one threadgroup.
+
+    Its buffers are the results, of float32, and the operands of the two products.
+    """
+    type_ = TYPES[dtype]
+    rows = {
+        "left": ("a_rows", _ROWS, _DEPTH),
+        "turned": ("b_rows", _KEYS, _DEPTH),
+        "weights": ("p_rows", _ROWS, _KEYS),
+        "values": ("v_rows", _KEYS, _COLUMNS),
+    }
+    tensors = [declared_rows(dtype, name, *given) for name, given in rows.items()]
+    tensors.append(
+        declared_product(
+            "multiply",
+            (_ROWS, _KEYS, _DEPTH),
+            transposed=True,
+            mode="multiply",
+            simdgroups=_SIMDGROUPS,
+        )
+    )
+    tensors.append(
+        declared_product(
+            "add",
+            (_ROWS, _COLUMNS, _KEYS),
+            transposed=False,
+            mode="multiply_accumulate",
+            simdgroups=_SIMDGROUPS,
+        )
+    )
+    body = fill(
+        _KERNEL,
+        type=type_,
+        threads=_THREADS,
+        a_size=_ROWS * _DEPTH,
+        b_size=_KEYS * _DEPTH,
+        p_size=_ROWS * _KEYS,
+        v_size=_KEYS * _COLUMNS,
+        tensors="\n".join(tensors),
+        start=each_element("acc", "acc[i] = F[0];"),
+        store_product=each_element("s", f"product[tile_row * {_KEYS} + column] = s[i];"),
+        store_sum=each_element("acc", f"sum[tile_row * {_COLUMNS} + column] = acc[i];"),
+    )
+    buffers = ["device float* product", "device float* sum"]
+    buffers += [f"device const {type_}* {name}" for name in ("a", "b", "p", "v")]
+    spec = Spec("mps", "", dtype, 16, 16)
+    return kernel_text("matmul_test", spec, buffers, USING, body, _THREADS, includes=INCLUDES)
+
+
+def broken_products(kernel: Any, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Run the kernel, and name what isn't as `forward_matmul` assumes.
+
+    Args:
+        kernel: compiled `matmul_test_shader`.
+        dtype: of its operands.
+        device: where tensors are.
+    """
+    a, b = _integers(_ROWS, _DEPTH, 31), _integers(_KEYS, _DEPTH, 29)
+    p, v = _integers(_ROWS, _KEYS, 23), _integers(_KEYS, _COLUMNS, 27)
+    product, sum_ = (
+        torch.full((_ROWS, columns), float("nan"), dtype=torch.float32, device=device)
+        for columns in (_KEYS, _COLUMNS)
+    )
+    operands = [each.to(device, dtype) for each in (a, b, p, v)]
+    kernel(
+        product, sum_, *operands, [0], [float(_START)],
+        threads=[_THREADS, 1, 1], group_size=[_THREADS, 1, 1],
+    )  # fmt: skip
+    broken = []
+    if not torch.equal(product.cpu(), a @ b.T):
+        broken.append("a product of tensors")
+    if not torch.equal(sum_.cpu(), 2 * (p @ v) + _START):
+        broken.append("a float32 sum of products of tensors")
+    return broken
+
+
+def _integers(rows: int, columns: int, of: int) -> Tensor:
+    """Return a matrix of integers whose rows and columns all differ, from -of/2 to of/2."""
+    # The user may have set torch's default dtype and device.
+    i = torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]
+    j = torch.arange(columns, dtype=torch.float32, device="cpu")
+    return (i * i * 5 + i * j * 3 + j * 7) % of - of // 2

@@ -1,0 +1,31 @@
+"""The conformance kit on a forward whose products are those of matrix units, in layouts at random.
+
+Few of the kit's calls are in 16 bits and none is meant for an M5, so float32 runs there too.
+"""
+
+from __future__ import annotations
+
+from matrix_units import Forced
+from soak import SOAK
+
+from anyflex.testing import Conformance
+
+
+class TestOnMatrixUnits(Conformance):
+    backend = "mps"
+    backend_class = Forced
+    device = "cpu"
+    require = ("forward", "backward", "decode")
+    quick = True
+    cases = (
+        (
+            "forward/*", "decode/*", "structure/*", "inputs/*", "large_scores/*", "aux/*",
+            "shapes/[!m]*", "run_time/*",
+        )
+        if SOAK
+        else (
+            "forward/*", "decode/*", "structure/dead_*", "structure/blocks_of_20_by_56",
+            "inputs/nan_in_*", "inputs/nan_for_*", "large_scores/raised", "large_scores/products",
+            "run_time/index_offsets",
+        )
+    )  # fmt: skip
