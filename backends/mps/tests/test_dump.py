@@ -22,7 +22,7 @@ import anyflex
 from anyflex.plugin import OPERATIONS, Artifacts, Kernel, Spec, isolated, register
 from anyflex.testing import posing
 from anyflex_mps.command import main
-from anyflex_mps.dump import COMMAND, SPECS, texts_of
+from anyflex_mps.dump import COMMANDS, METAL_4, SPECS, texts_of
 from anyflex_mps.inventory import shaders_of
 from anyflex_mps.mods import mods_source
 from anyflex_mps.operations import FUNCTIONS
@@ -80,13 +80,24 @@ def test_specs_are_taken_and_cover_dtypes_and_kernels() -> None:
     for name, spec in SPECS.items():
         assert backend.supports(spec) == backend.supports(SPECS["plain-float-64x64"]), name
     names = {shader.name for spec in SPECS.values() for shader in shaders_of(spec)}
-    assert names == {"forward", "decode", "combine", "rows", "keys", "queries", "totals"}
+    assert names == {
+        "forward", "forward_matmul", "decode", "combine", "rows", "keys", "queries", "totals"
+    }  # fmt: skip
     assert mods_source(SPECS["learned-half-80x48"])
 
 
 def test_equal_texts_are_written_once() -> None:
     assert len(set(TEXTS.values())) == len(TEXTS)
-    assert texts_of({}).keys() == {f"self_test-{t}.metal" for t in ("float", "half", "bfloat")}
+    assert texts_of({}).keys() == {
+        *(f"self_test-{type_}.metal" for type_ in ("float", "half", "bfloat")),
+        *(f"{METAL_4}/self_test-{type_}.metal" for type_ in ("half", "bfloat")),
+    }
+
+
+def test_texts_in_metal_4_are_those_that_multiply_tensors() -> None:
+    apart = {name for name in TEXTS if name.startswith(f"{METAL_4}/")}
+    assert apart == {name for name, text in TEXTS.items() if "matmul2d" in text}
+    assert len(apart) > 2
 
 
 class Recorded(Emulated):
@@ -186,10 +197,14 @@ def test_the_command_writes_the_texts_and_says_how_to_check_them(tmp_path: Path)
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr
-    assert {file.name: file.read_text() for file in folder.iterdir()} == TEXTS
-    first, second = done.stdout.splitlines()
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*.metal")}
+    assert {name: file.read_text() for name, file in files.items()} == TEXTS
+    first, *commands = done.stdout.splitlines()
     assert first.startswith(f"{len(TEXTS)} kernels written to {folder}. ")
-    assert second == f"  find '{folder}' -name '*.metal' -print0 | xargs -0 -n 1 {COMMAND}"
+    assert commands == [
+        f"  find '{folder / part}' -maxdepth 1 -name '*.metal' -print0 | xargs -0 -n 1 {command}"
+        for part, command in COMMANDS.items()
+    ]
 
 
 def test_a_folder_that_holds_something_is_refused(

@@ -33,19 +33,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dump(folder: Path) -> int:
     # On demand: `--help` needs no torch.
-    from anyflex_mps.dump import COMMAND, dump_shaders
+    from anyflex_mps.dump import COMMANDS, METAL_4, dump_shaders
 
     try:
         count = dump_shaders(folder)
     except OSError as error:
         sys.stderr.write(f"anyflex-mps dump-shaders: {error}\n")
         return 2
-    where = shlex.quote(str(folder))
     sys.stdout.write(
         f"{count} kernels written to {folder}. With Xcode's command line tools this checks them, "
-        "and fails where Apple's compiler refuses one; warnings of unused variables don't count:\n"
-        f"  find {where} -name '*.metal' -print0 | xargs -0 -n 1 {COMMAND}\n"
+        "and fails where Apple's compiler refuses one; warnings of unused variables don't count. "
+        f"Those in {METAL_4} need Xcode 26.2:
+"
     )
+    for part, command in COMMANDS.items():
+        where = shlex.quote(str(folder / part))
+        sys.stdout.write(
+            f"  find {where} -maxdepth 1 -name '*.metal' -print0 | xargs -0 -n 1 {command}\n"
+        )
     return 0
 
 

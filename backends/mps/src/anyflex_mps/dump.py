@@ -1,7 +1,8 @@
 """Texts of kernels in a folder, for Apple's compiler on a Mac.
 
 They are the kernels of `SPECS`: each kind of kernel for each dtype and for several head dims, and
-each operation of mods in each type that it takes.
+each operation of mods in each type that it takes. Those of the option ``mpp`` are written in Metal
+4 and have a folder of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ from anyflex.plugin import (
     type_class,
 )
 from anyflex_mps.inventory import shaders_of
+from anyflex_mps.matmul_test import matmul_test_shader
 from anyflex_mps.self_test import self_test_shader
+from anyflex_mps.tensor_text import INCLUDES
 from anyflex_mps.text import TYPES
 
-__all__ = ["COMMAND", "SPECS", "dump_shaders", "texts_of"]
+__all__ = ["COMMANDS", "METAL_4", "SPECS", "dump_shaders", "texts_of"]
 
-COMMAND = "xcrun -sdk macosx metal -std=metal3.1 -fsyntax-only"
-"""Command line of Apple's compiler, without the file."""
+METAL_4 = "metal4"
+"""Folder of kernels that need Metal 4."""
+COMMANDS = {
+    "": "xcrun -sdk macosx metal -std=metal3.1 -fsyntax-only",
+    METAL_4: "xcrun -sdk macosx metal -std=metal4.0 -mmacosx-version-min=26.2 -fsyntax-only",
+}
+"""Command lines of Apple's compiler, without the file, by the folder that they are for."""
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (80, 48))
 """Head dims of query and value; the last are neither equal nor multiples of 32."""
@@ -126,6 +134,11 @@ def _specs() -> Iterator[tuple[str, Spec]]:
         yield f"{call}-{TYPES[dtype]}-{e}x{ev}", replace(made, fp32_precision=precision)
     for name in _HELD:
         yield f"operations-{name}", _operations(name)
+    for (call, spec), dtype, (e, ev) in itertools.product(_calls().items(), TYPES, _DIMS):
+        if call in ("masked", "wide") and dtype is not torch.float32:
+            units = replace(spec, arch="apple10", options=(("mpp", True),))
+            made = replace(units, dtype=dtype, head_dim=e, value_head_dim=ev)
+            yield f"mpp-{call}-{TYPES[dtype]}-{e}x{ev}", made
 
 
 SPECS: Mapping[str, Spec] = dict(_specs())
@@ -134,13 +147,16 @@ SPECS: Mapping[str, Spec] = dict(_specs())
 
 def texts_of(specs: Mapping[str, Spec]) -> dict[str, str]:
     """Return the texts of self tests and of the specs' kernels, each once, by file name."""
-    named = [
-        (f"self_test-{type_}.metal", self_test_shader(dtype).text)
-        for dtype, type_ in TYPES.items()
-    ]
+    named = []
+    for dtype, type_ in TYPES.items():
+        named.append((f"self_test-{type_}.metal", self_test_shader(dtype).text))
+        if dtype is not torch.float32:
+            text = matmul_test_shader(dtype).text
+            named.append((f"{METAL_4}/self_test-{type_}.metal", text))
     for name, spec in specs.items():
         for number, shader in enumerate(shaders_of(spec)):
-            named.append((f"{name}-{number}-{shader.name}.metal", shader.text))
+            folder = f"{METAL_4}/" if INCLUDES in shader.text else ""
+            named.append((f"{folder}{name}-{number}-{shader.name}.metal", shader.text))
     firsts = {text: name for name, text in reversed(named)}
     return {name: text for name, text in named if firsts[text] == name}
 
@@ -155,6 +171,7 @@ def dump_shaders(folder: Path) -> int:
     if any(folder.iterdir()):
         raise FileExistsError(f"{folder} isn't empty; name a new folder")
     texts = texts_of(SPECS)
+    (folder / METAL_4).mkdir()
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="ascii")
     return len(texts)
