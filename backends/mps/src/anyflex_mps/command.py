@@ -43,8 +43,7 @@ def _dump(folder: Path) -> int:
     sys.stdout.write(
         f"{count} kernels written to {folder}. With Xcode's command line tools this checks them, "
         "and fails where Apple's compiler refuses one; warnings of unused variables don't count. "
-        f"Those in {METAL_4} need Xcode 26.2:
-"
+        f"Those in {METAL_4} need Xcode 26.2:\n"
     )
     for part, command in COMMANDS.items():
         where = shlex.quote(str(folder / part))
