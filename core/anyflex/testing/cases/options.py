@@ -69,7 +69,8 @@ def _values(option: Option) -> list[object]:
 
 @CASES.behaviour()
 def choices(session: Session) -> None:
-    """Every declared choice of every option is accepted and computes the same attention."""
+    """Every declared choice of every option computes the same attention or is refused by name, and
+    some choice of each is accepted."""
     session.needs(session.backend.options, "no options are declared")
     case = plain(session, "choices", q_length=70, kv_length=150)
     for name, option in session.backend.options.items():
@@ -81,13 +82,26 @@ def choices(session: Session) -> None:
             option.default is None or not option.choices or option.default in option.choices,
             f"the default of option {name}, {option.default!r}, is none of its choices",
         )
+        accepted, refusal = False, ""
         for value in _values(option):
             attention = with_options({session.name: {name: value}})
-            compare(session, case, attention=attention)
+            try:
+                compare(session, case, attention=attention)
+            except ArgumentError as error:
+                # This device, or a call of this dtype, may not have what the value needs.
+                refusal = str(error)
+                session.require(
+                    name in refusal, f"the refusal of {name}={value!r} doesn't name it: {refusal}"
+                )
+                continue
+            accepted = True
             session.require(
                 (name, value) in session.journal.forwards[-1].options,
                 f"option {name}={value!r} did not arrive in spec.options",
             )
+        session.require(
+            accepted or not refusal, f"every choice of option {name} is refused: {refusal}"
+        )
 
 
 @CASES.behaviour(quick=False)
