@@ -5,7 +5,10 @@ Few of the kit's calls are in 16 bits and none is meant for an M5, so float32 ru
 
 from __future__ import annotations
 
-from matrix_units import Forced
+from dataclasses import replace
+
+import torch
+from matrix_units import Forced, Shuffled
 from soak import SOAK
 
 from anyflex.testing import Conformance
@@ -29,3 +32,20 @@ class TestOnMatrixUnits(Conformance):
             "run_time/index_offsets",
         )
     )  # fmt: skip
+
+
+class InHalves(Shuffled):
+    """Backend whose plainest call is in float16, so that the kit's options are honoured."""
+
+    capabilities = replace(
+        Shuffled.capabilities, dtypes=frozenset({torch.float16, torch.bfloat16})
+    )
+
+
+class TestOptions(Conformance):
+    backend = "mps"
+    backend_class = InHalves
+    device = "cpu"
+    require = ("all",)
+    quick = False
+    cases = ("options/*",)

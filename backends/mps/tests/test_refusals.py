@@ -13,6 +13,7 @@ from torch import Tensor
 import anyflex
 from anyflex.plugin import (
     Accepted,
+    ArgumentError,
     BackendRefused,
     CapturedFacts,
     Rejected,
@@ -23,7 +24,7 @@ from anyflex.plugin import (
 )
 from anyflex.testing import posing
 from anyflex_mps.backend import MpsBackend
-from anyflex_mps.refusals import MOST_BUFFERS, OWN_BUFFERS, buffer_count
+from anyflex_mps.refusals import MOST_BUFFERS, OWN_BUFFERS, buffer_count, option_refusal
 
 PLAIN = Spec("mps", "apple9", torch.float32, 64, 64)
 FULLEST = replace(
@@ -82,23 +83,31 @@ UNITS = replace(PLAIN, arch="apple10", dtype=torch.float16, options=(("mpp", Tru
 
 @pytest.mark.parametrize("arch", ["apple10", "apple11", "apple-m6", ""])
 def test_matrix_units_are_taken_where_chips_have_them(arch: str) -> None:
-    backend = MpsBackend("mps", "mps")
     for dtype in (torch.float16, torch.bfloat16):
-        assert backend.supports(replace(UNITS, arch=arch, dtype=dtype)) == Accepted()
+        assert option_refusal(replace(UNITS, arch=arch, dtype=dtype)) is None
 
 
 @pytest.mark.parametrize("arch", ["apple7", "apple9"])
-def test_matrix_units_are_refused_where_chips_lack_them(arch: str) -> None:
-    text = reason(replace(UNITS, arch=arch))
-    assert text.startswith("the option mpp needs the matrix units of an M5 or newer, got ")
-    assert f"{arch!r}: leave the option out" in text
-    off = replace(UNITS, arch=arch, options=(("mpp", False),))
-    assert MpsBackend("mps", "mps").supports(off) == Accepted()
+def test_an_option_that_a_chip_cannot_honour_is_refused_and_its_absence_is_not(arch: str) -> None:
+    tensors = [query(80).half()] * 3
+    with posing("mps", arch=arch):
+        for options in ({}, {"mpp": False}):
+            out = anyflex.flex_attention(*tensors, kernel_options={"mps": options})
+            assert out.isfinite().all()
+        for backend in ("mps", None):
+            with pytest.raises(ArgumentError) as raised:
+                anyflex.flex_attention(
+                    *tensors, backend=backend, kernel_options={"mps": {"mpp": True}}
+                )
+            assert str(raised.value) == (
+                "kernel_options['mps']: mpp needs a GPU with matrix units, an M5 or newer, got "
+                f"{arch!r}: leave mpp out"
+            )
 
 
 def test_matrix_units_are_refused_in_float32_with_the_cure() -> None:
-    cure = "the option mpp takes float16 and bfloat16, got float32, .*: convert query, key and"
-    with posing("mps", arch="apple10"), pytest.raises(BackendRefused, match=cure):
+    cure = "mpp needs query, key and value in float16 or bfloat16, got float32, .*: convert them"
+    with posing("mps", arch="apple10"), pytest.raises(ArgumentError, match=cure):
         anyflex.flex_attention(
             query(), query(), query(), backend="mps", kernel_options={"mps": {"mpp": True}}
         )

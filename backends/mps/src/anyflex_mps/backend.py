@@ -11,6 +11,7 @@ import torch
 from anyflex.plugin import (
     CONTRACT_1_FIELDS,
     Accepted,
+    ArgumentError,
     Artifacts,
     Backend,
     BackendRefused,
@@ -22,7 +23,7 @@ from anyflex.plugin import (
     Spec,
 )
 from anyflex_mps.options import OPTIONS, wants_mpp
-from anyflex_mps.refusals import refusal
+from anyflex_mps.refusals import option_refusal, refusal
 from anyflex_mps.targets import cores, machine
 
 if TYPE_CHECKING:
@@ -109,19 +110,22 @@ class MpsBackend(Backend):
         self._self_test.check(dtype)
 
     def check_matrix_units(self, dtype: torch.dtype) -> None:
-        """Raise BackendRefused where products on matrix units aren't as the option ``mpp`` needs
+        """Raise ArgumentError where products on matrix units aren't as the option ``mpp`` needs
         them; it is tried once."""
         self._self_test.check_matrix_units(dtype)
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the kernels' source; Metal compiles it at the first launch.
 
-        Raises BackendRefused where `check_gpu` does, or `check_matrix_units` with the option
-        ``mpp``.
+        Raises BackendRefused where `check_gpu` does, and ArgumentError where an option can't be
+        honoured: see `refusals.option_refusal` and `check_matrix_units`.
         """
         from anyflex_mps.kernel import MpsKernel
         from anyflex_mps.shaders import Shaders
 
+        reason = option_refusal(spec)
+        if reason is not None:
+            raise ArgumentError(reason)
         self.check_gpu(spec.dtype)
         if wants_mpp(spec):
             self.check_matrix_units(spec.dtype)

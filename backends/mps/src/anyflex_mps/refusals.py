@@ -8,7 +8,7 @@ from anyflex.plugin import Spec
 from anyflex_mps.options import wants_mpp
 from anyflex_mps.targets import MATRIX_UNITS, family_of
 
-__all__ = ["MOST_BUFFERS", "OWN_BUFFERS", "buffer_count", "refusal"]
+__all__ = ["MOST_BUFFERS", "OWN_BUFFERS", "buffer_count", "option_refusal", "refusal"]
 
 MOST_BUFFERS = 31
 """Largest number of a kernel's buffers."""
@@ -18,23 +18,11 @@ OWN_BUFFERS = 13
 
 def refusal(spec: Spec) -> str | None:
     """Return why no kernel can compute a spec, with the cure, or None."""
-    family = family_of(spec.arch)
-    if family is None:
+    if family_of(spec.arch) is None:
         return (
             f"the GPU {spec.arch!r} is older than Apple's M1, or virtual: it has no simdgroup "
             "matrices. Use a Mac with Apple silicon, or backend='reference'"
         )
-    if wants_mpp(spec):
-        if spec.dtype is torch.float32:
-            return (
-                "the option mpp takes float16 and bfloat16, got float32, whose products matrix "
-                "units round: convert query, key and value, or leave the option out"
-            )
-        if family < MATRIX_UNITS:
-            return (
-                f"the option mpp needs the matrix units of an M5 or newer, got {spec.arch!r}: "
-                "leave the option out"
-            )
     for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
         if graph is not None and any(node.dtype is torch.float64 for node in graph.nodes):
             return (
@@ -51,6 +39,24 @@ def refusal(spec: Spec) -> str | None:
         f"kernel would need {count} buffers, and Metal has {MOST_BUFFERS}. Stack tensors of one "
         "shape (torch.stack), and read the stack with one more index"
     )
+
+
+def option_refusal(spec: Spec) -> str | None:
+    """Return why the user's options can't be honoured, with the cure, or None."""
+    if not wants_mpp(spec):
+        return None
+    if spec.dtype is torch.float32:
+        return (
+            "kernel_options['mps']: mpp needs query, key and value in float16 or bfloat16, got "
+            "float32, which matrix units round: convert them, or leave mpp out"
+        )
+    family = family_of(spec.arch)
+    if family is None or family < MATRIX_UNITS:
+        return (
+            "kernel_options['mps']: mpp needs a GPU with matrix units, an M5 or newer, got "
+            f"{spec.arch!r}: leave mpp out"
+        )
+    return None
 
 
 def buffer_count(spec: Spec) -> int:

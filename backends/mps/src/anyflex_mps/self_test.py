@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.plugin import BackendRefused, Spec, free_in_child
+from anyflex.plugin import AnyflexError, ArgumentError, BackendRefused, Spec, free_in_child
 from anyflex_mps.matmul_test import broken_products, matmul_test_shader
 from anyflex_mps.shaders import CompileShader, Shaders
 from anyflex_mps.targets import machine
@@ -164,28 +164,30 @@ class SelfTest:
     def check(self, dtype: torch.dtype) -> None:
         """Raise BackendRefused where kernels for a dtype would compute wrong numbers, or where
         that can't be found out; only the former is remembered."""
-        self._check("", dtype)
+        self._check("", dtype, BackendRefused)
 
     def check_matrix_units(self, dtype: torch.dtype) -> None:
-        """Do the same for kernels of the option ``mpp``."""
-        self._check("mpp", dtype)
+        """Do the same for kernels of the option ``mpp``, but raise ArgumentError: the call can be
+        computed without it."""
+        self._check("mpp", dtype, ArgumentError)
 
-    def _check(self, option: str, dtype: torch.dtype) -> None:
+    def _check(self, option: str, dtype: torch.dtype, error: type[AnyflexError]) -> None:
         key = option, dtype
         with self._lock:
             if key not in self._refusals:
-                self._refusals[key] = self._refusal(option, dtype)
+                try:
+                    self._refusals[key] = self._refusal(option, dtype)
+                except RuntimeError as failure:
+                    message = " ".join(str(failure).split())
+                    raise error(_report(option, dtype, message)) from failure
             refusal = self._refusals[key]
         if refusal is not None:
-            raise BackendRefused(refusal)
+            raise error(refusal)
 
     def _refusal(self, option: str, dtype: torch.dtype) -> str | None:
         shader_of, broken_of = _TESTS[option]
-        try:
-            kernel = self._shaders.kernel(shader_of(dtype))
-            broken = broken_of(kernel, dtype, self._device)
-        except RuntimeError as error:
-            raise BackendRefused(_report(option, dtype, " ".join(str(error).split()))) from error
+        kernel = self._shaders.kernel(shader_of(dtype))
+        broken = broken_of(kernel, dtype, self._device)
         if not broken:
             return None
         problem = "not as kernels assume, which would compute wrong numbers: " + "; ".join(broken)
@@ -207,7 +209,7 @@ def _report(option: str, dtype: torch.dtype, problem: str) -> str:
             "Please report this line, and use backend='reference' meanwhile"
         )
     return (
-        f"anyflex-mps's self test of the option {option} with {name} fails on this machine "
-        f"({machine()}): {problem}. The option needs macOS 26.2 or newer: if this is one, please "
-        "report this line; leave the option out meanwhile"
+        f"kernel_options['mps']: anyflex-mps's self test of {option} with {name} fails on this "
+        f"machine ({machine()}): {problem}. {option} needs macOS 26.2 or newer: if this is one, "
+        f"please report this line, and leave {option} out meanwhile"
     )
