@@ -79,5 +79,11 @@ def test_neither_import_nor_probe_compiles_or_loads_generators(installed: dict[s
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=installed
     )
     assert done.stdout.strip() == str(
-        ["anyflex_mps", "anyflex_mps.backend", "anyflex_mps.refusals", "anyflex_mps.targets"]
+        [
+            "anyflex_mps",
+            "anyflex_mps.backend",
+            "anyflex_mps.options",
+            "anyflex_mps.refusals",
+            "anyflex_mps.targets",
+        ]
     )

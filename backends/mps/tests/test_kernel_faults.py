@@ -71,6 +71,9 @@ def test_kernels_without_a_fault_are_right_and_unreported(call: str) -> None:
 
 def test_every_barrier_of_every_kernel_is_known() -> None:
     for text in texts_of(SPECS).values():
+        # tests/test_forward_matmul.py takes their barriers away.
+        if kernel_of(text) in ("forward_matmul", "matmul_test"):
+            continue
         places = places_of(text)
         assert text.count("barrier(") == len(places)
         for place in places:
