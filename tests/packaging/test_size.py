@@ -16,7 +16,7 @@ LIMITS = {
         "backends/xpu",
         "plugins",
     ): 68_000,
-    ("backends/mps",): 5_000,
+    ("backends/mps",): 5_300,
 }
 """Maximum number of lines of folders together. What a new backend brings is counted apart."""
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu"}
