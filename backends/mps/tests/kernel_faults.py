@@ -249,6 +249,11 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "additions past the last key": ("inside = at < end", "inside = at <= end"),
         "place of an addition": ("op_add_float(g1 + v11, v9)", "op_add_float(g1, v9)"),
         "one row's share of an addition": ("op_sum_of_rows(live ? grad : 0.0f)", "grad"),
+        "half of a row's sum": (
+            "row_sums[i] += simd_shuffle_xor(row_sums[i], (ushort)8);",
+            "row_sums[i] += 0.0f;",
+        ),
+        "a row's sum by every lane": ("if (row < end_row && c == 0)", "if (row < end_row)"),
         "own rows of the first simdgroup": ("g_rows + (int)sg * 8 * 20", "g_rows"),
     },
     ("queries", _DEAD): {
@@ -263,7 +268,6 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "second pass by simdgroup": ("odd || flags[i] != 0u", "flags[sg] != 0u"),
     },
     ("queries", _REPEATABLE): {
-        "carry of an exact sum": ("(uint)(value >> 32) + carry", "(uint)(value >> 32)"),
         "words of an exact sum": ("s1 + 5 * v11", "s1 + 4 * v11"),
         "count of additions": ("op_add_long(words + 3, 1ul);", ""),
     },
