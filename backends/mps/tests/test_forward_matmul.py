@@ -120,9 +120,9 @@ def drawn(
     return query, key, value
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_head_dims(dims: tuple[int, int]) -> None:
+    dtype = [*CLOSE][DIMS.index(dims) % 2]
     check(drawn(0, dtype, dims=dims, heads=(1, 1)), mask=masks.causal())
 
 
@@ -147,7 +147,7 @@ def mods(seed: int, rows: int, keys: int, heads: int) -> tuple[list[Mod | None],
     return scores, live
 
 
-@pytest.mark.parametrize("seed", range(100 if SOAK else 10))
+@pytest.mark.parametrize("seed", range(100 if SOAK else 6))
 def test_a_random_call(seed: int) -> None:
     make = random.Random(seed)
     heads, ratio, batch = make.choice([1, 2]), make.choice([1, 2, 3]), make.choice([1, 2])
@@ -276,7 +276,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new"), FAULTS)
+@pytest.mark.parametrize(("old", "new"), FAULTS if SOAK else FAULTS[::3])
 def test_a_seeded_fault_is_found(old: str, new: str) -> None:
     def change(source: str) -> str:
         assert old in source
