@@ -236,6 +236,15 @@ def test_other_arithmetic_than_the_emulator_s_costs_few_units(
         check(its, value, dtype, keep, ulps)
 
 
+def test_powers_of_two_have_integer_logarithms_whatever_metal_s_function_says() -> None:
+    exponents = torch.arange(-126.0, 128.0)
+    nodes = [PLACE, Node("load", torch.float32, (0,), 0), Node("log2", torch.float32, (1,))]
+    captured, kv_idx = [exponents.exp2()], columns(len(exponents))
+    inexact = Numerics(ulps=4)
+    (found,) = values_of_nodes(nodes, [2], captured, kv_idx=kv_idx, numerics=inexact)
+    assert found.equal(exponents)
+
+
 def broken_rules(nodes: list[Node], wanted: list[int], captured: list[Tensor]) -> list[str]:
     source = source_of_nodes(nodes, wanted, captured, 1)
     return [str(each) for each in (*findings(source), *conversions(source))]

@@ -1,7 +1,7 @@
 """Device functions that the text of mods calls: torch's operations in Metal.
 
-Only what Metal defines exactly is taken from its library, and exp2, log2, rsqrt, sin and cos: the
-rest are own polynomials, so that an emulator executes the arithmetic of a GPU. A function's text
+Only what Metal defines exactly is taken from its library, and exp2, rsqrt, sin and cos: the rest
+are own polynomials, so that an emulator executes the arithmetic of a GPU. A function's text
 is emitted only where it is called (`functions_for`). Names begin with ``op_``, which no name of
 Metal's library does.
 
@@ -148,6 +148,12 @@ static inline float op_scaled_log2(float x, float number, float lower) {
   const float rest = fma(parts.x, lower, fma(parts.x, number, -head));
   const float found = head + fma(parts.y, number, rest);
   return x > 0.0f && x < INFINITY ? found : precise::log2(x);
+}
+
+// Powers of two have integer logarithms, which Metal's own function may miss by some ulp.
+static inline float op_log2(float x) {
+  const float2 parts = op_log2_in_two(x);
+  return x > 0.0f && x < INFINITY ? parts.x + parts.y : precise::log2(x);
 }
 
 static inline float op_log(float x) {
