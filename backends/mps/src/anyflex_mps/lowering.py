@@ -415,15 +415,12 @@ METAL: Lowering[ModProgram, str] = Lowering(
         "ge": _plain("{0} >= {1}"),
         "round": _plain("rint({0})"),
         **{name: _plain(f"{name}({{0}})") for name in "floor ceil trunc".split()},
-        **{
-            name: _plain(f"precise::{name}({{0}})")
-            for name in "exp2 sqrt rsqrt sin cos".split()
-        },
+        **{name: _plain(f"precise::{name}({{0}})") for name in "exp2 sqrt rsqrt sin cos".split()},
         **{
             name: _plain(f"op_{name}({{0}})")
             for name in (
-                "exp expm1 log log2 log10 log1p tan asin acos atan sinh cosh tanh asinh acosh atanh "
-                "sigmoid erf erfc"
+                "exp expm1 log log2 log10 log1p tan asin acos atan sinh cosh tanh asinh acosh "
+                "atanh sigmoid erf erfc"
             ).split()
         },
     },
