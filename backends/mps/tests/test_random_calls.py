@@ -115,8 +115,9 @@ def drawn(seed: int) -> Call:
     )  # fmt: skip
 
 
-def dense(call: Call, leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return out and lse by the formula, in float64, and 0 and -inf in rows without a live key."""
+def dense(call: Call, leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse and the scores by the formula, in float64; out and lse are 0 and -inf in
+    rows without a live key."""
     query, key, value, bias, table = leaves
     heads, keys = query.shape[1], key.shape[2]
     ratio = heads // key.shape[1]
@@ -136,11 +137,15 @@ def dense(call: Call, leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     safe = scores.masked_fill(~live & some, -torch.inf)
     out = torch.where(some, safe.softmax(-1) @ value, 0.0)
     lse = torch.where(some[..., 0], safe.logsumexp(-1), -torch.inf)
-    return out, lse
+    return out, lse, scores
 
 
-def near(found: Tensor, wanted: Tensor, dtype: torch.dtype, name: str) -> None:
-    size = wanted.abs().nan_to_num(0, 0, 0).max().clamp(min=1e-2).item()
+def near(
+    found: Tensor, wanted: Tensor, dtype: torch.dtype, name: str, summed: float = 0.0
+) -> None:
+    """Compare relatively to the largest element, or to a 20th of the largest sum of magnitudes
+    that cancel in an element."""
+    size = wanted.abs().nan_to_num(0, 0, 0).max().clamp(min=max(1e-2, summed / 20)).item()
     error = (found.double() - wanted).abs().nan_to_num(torch.inf)
     same = (found.double() == wanted) | (error <= CLOSE[dtype] * size)
     assert same.all(), f"{name}: {error[~same].max().item()} of {size}"
@@ -163,7 +168,7 @@ def test_a_random_call_is_right_forward_and_backward(seed: int) -> None:
             enable_gqa=True, return_lse=True, backend="mps",
         )  # fmt: skip
         wide = tuple(leaf.detach().double().requires_grad_() for leaf in call.leaves)
-        wanted, wanted_lse = dense(call, wide)
+        wanted, wanted_lse, scores = dense(call, wide)
         dtype = call.query.dtype
         near(out, wanted, dtype, "out")
         near(lse, wanted_lse, torch.float32, "lse")
@@ -171,16 +176,18 @@ def test_a_random_call_is_right_forward_and_backward(seed: int) -> None:
         dout = torch.randn(out.shape, generator=generator).to(dtype)
         dlse = torch.where(lse.isfinite(), torch.randn(lse.shape, generator=generator), 0.0)
         finite = wanted_lse.masked_fill(wanted_lse.isinf(), 0.0)
-        exact = torch.autograd.grad(
-            (wanted * dout.double()).sum() + (finite * dlse.double()).sum(), wide,
+        *exact, dscores = torch.autograd.grad(
+            (wanted * dout.double()).sum() + (finite * dlse.double()).sum(), (*wide, scores),
             allow_unused=True,
         )  # fmt: skip
+        # A head's bias has a share of each score's gradient in its head.
+        summed = {"bias": dscores.abs().sum((0, 2, 3)).max().item()}
         ours = torch.autograd.grad((out, lse), call.leaves, (dout, dlse), allow_unused=True)
     finally:
         torch.use_deterministic_algorithms(False)
     for name, found, right in zip(("q", "k", "v", "bias", "table"), ours, exact, strict=True):
         if right is not None and found is not None:
-            near(found, right, dtype, f"gradient of {name}")
+            near(found, right, dtype, f"gradient of {name}", summed.get(name, 0.0))
         else:
             assert found is None or not found.any(), name
             assert right is None or not right.any(), name
