@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import anyflex
 from anyflex import masks, mods
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.contract.artifacts import Artifacts
 from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.decision import Accepted, Decision
 from anyflex.contract.spec import Spec
+from anyflex.errors import BackendRefused
 from anyflex.registry import register
 from tests.cli.backends import ForwardOnly, Right
 from tests.cli.conftest import RunCommand
@@ -295,6 +298,44 @@ def test_a_forced_backend_that_is_broken_has_the_status_of_a_broken_plugin(
     facts = json.loads(result.out)
     assert facts["broken"] and says in facts["problem"]
     assert command(*SMALL, "--backend", "reference").code == ExitCode.OK
+
+
+class _RefusesLate(Right):
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        raise BackendRefused("no registers left")
+
+
+@pytest.mark.parametrize(
+    ("backend", "outcome", "says"),
+    [
+        (_RefusesLate, "refuses", "no registers left"),
+        (_CannotCompile, "broken", "compile() raised OSError: no assembler"),
+    ],
+)
+def test_a_backend_that_can_not_compile_is_not_told_as_the_chosen_one(
+    command: RunCommand, backend: type[Backend], outcome: str, says: str
+) -> None:
+    register("cpu", backend)
+    q = torch.zeros(1, 4, 200, 16)
+    for _ in range(2):
+        facts = json.loads(command(*SMALL, "--json").out)
+        assert facts["backend"] == "reference" and facts["variant"]
+        answers = {line["backend"]: line for line in facts["trace"]}
+        assert answers["cpu"]["outcome"] == outcome and says in answers["cpu"]["reason"]
+        assert answers["reference"]["outcome"] == "chosen"
+        # Afterwards the same with the decision of a real call.
+        anyflex.flex_attention(q, q, q)
+
+
+def test_a_forced_backend_that_refuses_late_is_not_told_as_the_chosen_one(
+    command: RunCommand,
+) -> None:
+    register("cpu", _RefusesLate)
+    result = command(*SMALL, "--backend", "cpu", "--json")
+    assert result.code == ExitCode.NOT_RUN
+    facts = json.loads(result.out)
+    assert facts["backend"] is None and "no registers left" in facts["problem"]
+    assert [line["outcome"] for line in facts["trace"]] == ["refuses", "accepts"]
 
 
 def test_an_option_at_the_wrong_level_is_told_as_the_command_line_writes_it(

@@ -87,6 +87,15 @@ def test_a_rejecting_probe_falls_to_the_reference_with_its_cure() -> None:
         assert ask().backend.name == "reference"
 
 
+def test_an_explanation_says_who_is_asked_before_a_backend_that_accepts() -> None:
+    register("cpu", make_stub())
+    register("cpu.mine", make_stub())
+    selection = explain_selection(make_spec(), (), None, ())
+    assert str(selection.trace[1]) == (
+        "cpu.mine (stubs in process) accepts: cpu is asked first: by priority, then by name"
+    )
+
+
 def test_an_accelerator_without_its_backend_warns_with_the_install_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

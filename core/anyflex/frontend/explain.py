@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.errors import AnyflexError, PluginError
+from anyflex.errors import AnyflexError, BackendRefused, PluginError
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.frontend.checked_call import check
 from anyflex.frontend.eager_call import gather
-from anyflex.registry.backend_choice import Selection, explain_selection
+from anyflex.registry.backend_choice import Selection, TraceLine, explain_selection
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.compiled_kernel import described
 from anyflex.runtime.plan import plan_for, spec_for
@@ -135,14 +135,18 @@ def explain(
         backend,
     )
     inputs = gather(call)
-    selection = explain_selection(
-        spec_for(inputs),
-        names_in_force(backend),
-        backend,
-        call.options,
-    )
+    choice = (spec_for(inputs), names_in_force(backend), backend, call.options)
+    selection = explain_selection(*choice)
     try:
-        variant = described(plan_for(inputs).compiled, inputs.call)
+        compiled = plan_for(inputs).compiled
+        variant = described(compiled, inputs.call)
+    except BackendRefused as error:
+        lines = [TraceLine(name, "", "refuses", reason) for name, reason in error.reasons.items()]
+        selection = explain_selection(*choice, {line.backend: line for line in lines})
+        return Explanation(selection, "", str(error))
     except AnyflexError as error:
         return Explanation(selection, "", str(error), isinstance(error, PluginError))
+    if compiled.backend.name != selection.chosen:
+        passed = {line.backend: line for line in compiled.passed}
+        selection = explain_selection(*choice, passed)
     return Explanation(selection, variant, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,7 @@ class TraceLine:
         distribution: ``"name version"``, or "" where it isn't installed.
         outcome: ``chosen``; ``accepts``, but another was asked first; ``refuses``; ``missing``
             for not installed; or its state in the registry.
-        reason: why; "" where it accepts.
+        reason: why; where it accepts, why it wasn't asked first, or "".
     """
 
     backend: str
@@ -291,12 +292,15 @@ def explain_selection(
     names: tuple[str, ...],
     explicit: str | None,
     kernel_options: KernelOptions,
+    failed: Mapping[str, TraceLine] | None = None,
 ) -> Selection:
     """Return what would be chosen, and every candidate's answer, without compiling.
 
     Args:
         spec, names, explicit, kernel_options: as for
             `anyflex.runtime.kernel_cache.kernel_for`.
+        failed: lines of candidates that did not compute the call, by name: one that takes the spec
+            may refuse it late, when it compiles.
 
     Raises:
         ArgumentError, ArgumentTypeError: an unknown backend name, or wrong ``kernel_options``.
@@ -316,9 +320,14 @@ def explain_selection(
     for entry in choice.candidates:
         answer = choice.ask(entry)
         line = answer.line
-        if chosen is None and answer.decision is not None:
+        if failed is not None and entry.name in failed:
+            line = failed[entry.name]
+        elif chosen is None and answer.decision is not None:
             chosen = answer
             line = dataclasses.replace(line, outcome="chosen")
+        elif chosen is not None and answer.decision is not None and entry.name != REFERENCE:
+            earlier = f"{chosen.line.backend} is asked first: by priority, then by name"
+            line = dataclasses.replace(line, reason=earlier)
         trace.append(line)
         if choice.forced_by and answer.error is not None:
             break

@@ -13,6 +13,7 @@ from anyflex.registry.cached_state import STATE
 
 if TYPE_CHECKING:
     from anyflex.contract.call import Call
+    from anyflex.registry.backend_choice import TraceLine
 
 __all__ = [
     "CompiledKernel",
@@ -34,6 +35,7 @@ class CompiledKernel:
         spec: with this backend's own options filled in.
         decision: whether backward is the kernel's own or core's.
         distribution: ``"name version"`` of the backend's plugin.
+        passed: candidates that were asked before it, and why each doesn't compute the call.
     """
 
     backend: Backend
@@ -41,6 +43,7 @@ class CompiledKernel:
     spec: Spec
     decision: Accepted
     distribution: str
+    passed: tuple[TraceLine, ...] = ()
 
 
 def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexError:

@@ -86,7 +86,12 @@ def kernel_for(
                 warn_about_unused_options(answer)
                 warn_about_determinism(answer)
                 return CompiledKernel(
-                    answer.state.backend, kernel, answer.spec, answer.decision, entry.distribution
+                    answer.state.backend,
+                    kernel,
+                    answer.spec,
+                    answer.decision,
+                    entry.distribution,
+                    tuple(trace),
                 )
         trace.append(line)
         if error is not None:
