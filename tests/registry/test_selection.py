@@ -87,6 +87,17 @@ def test_a_rejecting_probe_falls_to_the_reference_with_its_cure() -> None:
         assert ask().backend.name == "reference"
 
 
+def test_a_backend_that_would_be_asked_later_is_not_passed_over() -> None:
+    register("cpu", make_stub(priority=1))
+    register("cpu.gone", make_stub(rejects="no hardware"))
+    register("cpu.next", make_stub(contract=9))
+    assert ask().backend.name == "cpu"
+    register("cpu.first", make_stub(priority=2, rejects="no hardware either"))
+    with pytest.warns(PerformanceWarning, match="cpu.first .*passed over, cpu computes") as warned:
+        assert ask().backend.name == "cpu"
+    assert len(warned) == 1
+
+
 def test_an_explanation_says_who_is_asked_before_a_backend_that_accepts() -> None:
     register("cpu", make_stub())
     register("cpu.mine", make_stub())
@@ -425,12 +436,12 @@ def test_an_explanation_shows_every_candidate_and_compiles_nothing() -> None:
     selection = explain_selection(make_spec(), (), None, ())
     assert selection.chosen == "cpu" and selection.forced_by == ""
     assert [(line.backend, line.outcome) for line in selection.trace] == [
-        ("cpu.gone", "refuses"),
         ("cpu.wide", "refuses"),
         ("cpu", "chosen"),
+        ("cpu.gone", "refuses"),
         ("reference", "accepts"),
     ]
-    assert str(selection.trace[1]) == "cpu.wide (stubs in process) refuses: too narrow"
+    assert str(selection.trace[0]) == "cpu.wide (stubs in process) refuses: too narrow"
     assert stub.compiled == []
 
 

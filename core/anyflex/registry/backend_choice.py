@@ -155,21 +155,30 @@ class Choice:
         return bound
 
     def _automatic(self) -> list[Entry]:
-        """Order the candidates: those that can't be used first, because their priority is unknown
-        and each must be reported; then by priority, then by name; then the reference."""
-        usable: dict[str, tuple[int, Entry]] = {}
-        unusable = []
+        """Order the candidates: broken ones first, because each must be reported; then by priority
+        (0 for those that aren't loaded), then by name; then the reference. Plugins may reorder
+        those that can be used, which leaves the others in their places."""
+        broken: list[Entry] = []
+        ranked: dict[str, tuple[int, Entry]] = {}
+        usable: list[str] = []
         for entry in self.table.of_device(self.spec.device_type):
             state = self._state(entry)
-            if state.kind == "usable" and state.backend is not None:
-                usable[entry.name] = (state.backend.priority, entry)
+            if state.kind in ("broken", "conflict"):
+                broken.append(entry)
             elif state.kind != "disabled":
-                unusable.append(entry)
-        names = sorted(usable, key=lambda name: (-usable[name][0], name))
-        ordered = self.table.hooks.order(self.spec, tuple(names)) if len(names) > 1 else names
+                ranked[entry.name] = (
+                    0 if state.backend is None else state.backend.priority,
+                    entry,
+                )
+            if state.kind == "usable":
+                usable.append(entry.name)
+        ranking = sorted(ranked, key=lambda name: (-ranked[name][0], name))
+        asked = tuple(name for name in ranking if name in usable)
+        order = iter(self.table.hooks.order(self.spec, asked) if len(asked) > 1 else asked)
+        names = [next(order) if name in usable else name for name in ranking]
         reference = self.table.get(REFERENCE)
         assert reference is not None
-        return [*unusable, *(usable[name][1] for name in ordered), reference]
+        return [*broken, *(ranked[name][1] for name in names), reference]
 
     def _check_options(self) -> None:
         if not self.given:
