@@ -13,7 +13,7 @@ from anyflex.plugin import Capabilities
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.budgets import Budgets, by_oracle
 from anyflex.testing.case_types import Case
-from anyflex.testing.cases import gradients, inputs, mods, operations, precision
+from anyflex.testing.cases import every_case, gradients, inputs, mods, operations, precision
 from anyflex.testing.comparison import mismatches
 from anyflex.testing.runner import run_cases
 from anyflex.testing.session import open_session
@@ -225,3 +225,17 @@ def test_an_lse_at_which_no_gradient_arrives_is_compared_without_gradients() -> 
     backward, forward = PLAIN.reduced(can)
     assert (backward.gradients, backward.aux) == ({"q", "k"}, frozenset())
     assert (forward.gradients, forward.aux) == (frozenset(), {"lse"})
+
+
+def test_a_float32_function_of_a_float64_mod_may_be_off_by_its_own_last_bit() -> None:
+    case = every_case()["mods/log_distance/float64"]
+    assert isinstance(case, AttentionCase)
+    drawn = case.draw(CPU)
+    decay = drawn.mods["score"].leaves["decay"].detach().abs().max()
+    distance = torch.tensor(float(max(case.q_length, case.kv_length)))
+    step = float(decay * distance.log1p()) * torch.finfo(torch.float32).eps
+    allowed = by_oracle(case, drawn).allowed["max_scores"]
+    assert step <= float(allowed.max()) < 64 * step
+    other = every_case()["mods/softcap/float64"]
+    assert isinstance(other, AttentionCase)
+    assert float(budgets(other).allowed["max_scores"].max()) < 1e-11

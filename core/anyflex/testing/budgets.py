@@ -6,17 +6,22 @@ as rounding them in the call's type changes them, and once in float32. An elemen
 largest change in its row, or by half of the tensor's largest, times 8 (16 in float32 and float64,
 where long sums round too), and by one step of its 16-bit type or 4 of a wider one. NaN and
 infinities must be where the formula has them. Where torch allows products of float32 in TF32 or
-bfloat16, operands are changed by as much. Nothing here knows how a backend computes.
+bfloat16, operands are changed by as much. Exponentials and others that a mod computes in a
+narrower type than the formula's are changed by a step of that type. Nothing here knows how a
+backend computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from anyflex.mod_graph.operations import RECORDS
 from anyflex.testing.attention_case import AttentionCase, Drawn
 from anyflex.testing.mods import Mod
 from anyflex.testing.oracle import dense_attention, dense_mask
@@ -102,6 +107,15 @@ def _compute_dtype(case: AttentionCase) -> torch.dtype:
     return torch.promote_types(case.dtype, torch.float32)
 
 
+_APPROXIMATE = frozenset(
+    name
+    for record in RECORDS.values()
+    if record.approximate
+    for name in (record.name, *record.names)
+)
+"""Names of functions whose last bits differ between two right libraries."""
+
+
 @dataclass(frozen=True)
 class _Shaken:
     """Random changes that are as large as rounding's.
@@ -142,8 +156,36 @@ class _Shaken:
         exponent = 1 + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0)
         return dlse * (1 + 2 * self.step * self._noise(dlse) * exponent)
 
+    def score_mod(self, mod: Callable[..., Any]) -> Callable[..., Any]:
+        """A score mod whose approximate functions are off by a step where their type is narrower
+        than float64: float64's own are within the changes of scores."""
+
+        def changed(*given: Any) -> Any:
+            with _LastBits(self._noise):
+                return mod(*given)
+
+        return changed
+
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self.generator, dtype=like.dtype)
+
+
+class _LastBits(TorchFunctionMode):
+    """Changes results of narrow approximate functions in the body by a step of their type."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change = noise
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") not in _APPROXIMATE:
+            return result
+        if not result.is_floating_point() or result.dtype is torch.float64:
+            return result
+        return result * (1 + torch.finfo(result.dtype).eps * self._change(result))
 
 
 def _formula(
@@ -171,11 +213,14 @@ def _formula(
         for tensor in (query, key, value):
             tensor.requires_grad_()
         mod = _widened(drawn.mods["score"], dtype) if "score" in drawn.mods else None
+        score_mod = None if mod is None else mod.function()
+        if shaken is not None and score_mod is not None:
+            score_mod = shaken.score_mod(score_mod)
         forward = dense_attention(
             query,
             key,
             value,
-            None if mod is None else mod.function(),
+            score_mod,
             _live(case, drawn),
             case.scale,
             None if shaken is None else shaken.weights,
