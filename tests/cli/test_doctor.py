@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import anyflex
-from anyflex.cli import doctor_facts
+from anyflex.cli import doctor_facts, self_test
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS
 from anyflex.contract.decision import Decision, Rejected
@@ -154,7 +155,7 @@ def test_what_takes_long_is_named_on_stderr(
             assert told.wait(60)
             return super().probe()
 
-    monkeypatch.setattr(doctor_facts, "_SLOW_S", 0.01)
+    monkeypatch.setattr(doctor_facts, "SLOW_S", 0.01)
     write = sys.stderr.write
 
     def tell(text: str) -> int:
@@ -277,8 +278,41 @@ def test_a_backend_of_another_contract_is_listed_unloaded(
     with isolated(scan=True):
         result = command("doctor")
     assert "cpu.next  incompatible  (anyflex-future 1.0, contract 9)" in result.out
-    assert "upgrade anyflex" in result.out
-    assert result.code == ExitCode.OK
+    assert "FAIL: backend cpu.next is written for contract 9, this is 1; upgrade any" in result.out
+    assert "All checks passed" not in result.out
+    assert result.code == ExitCode.CHECK_FAILED
+
+
+def test_a_backend_that_serves_two_contracts_is_no_failure(
+    command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = ("[anyflex.backends.v1]\ncpu.both = ", "[anyflex.backends.v9]\ncpu.both = none_such:")
+    points = f"{groups[0]}tests.cli.backends:Right\n{groups[1]}X\n"
+    _install(tmp_path, "anyflex-both", points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with isolated(scan=True):
+        result = command("doctor")
+    assert "cpu.both  incompatible" in result.out and "cpu.both  usable" in result.out
+    assert "FAIL: backend cpu.both" not in result.out
+
+
+def test_an_import_error_is_told_once(
+    command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, "anyflex-lost", "[anyflex.backends.v1]\ncpu.lost = no_such_module_of:X\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with isolated(scan=True):
+        result = command("doctor")
+    assert result.out.count("No module named 'no_such_module_of'") == 1
+
+
+def test_how_long_a_slow_self_test_took_stands_in_its_line(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert " after " not in command("doctor").out
+    monkeypatch.setattr(self_test, "SLOW_S", 0.0)
+    out = command("doctor").out
+    assert re.search(r"self-test on cpu, float32, .*: PASS after \d+ s \(error ", out)
 
 
 def test_hook_plugins_are_listed_with_their_state(

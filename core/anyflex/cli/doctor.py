@@ -21,8 +21,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "Prints versions, devices, every installed backend with a self-test on its device (a "
             "tiny forward and backward against a dense float64 formula), plugins that can't be "
             "used and why, the environment variables in force and the cache folder. Fails (1) if "
-            "a self-test fails, a plugin is broken, a variable has a value that isn't allowed, or "
-            "the cache folder that ANYFLEX_CACHE_DIR names can't be used."
+            "a self-test fails, a plugin is broken or written for another contract, a variable "
+            "has a value that isn't allowed, or the cache folder that ANYFLEX_CACHE_DIR names "
+            "can't be used."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
@@ -126,7 +127,9 @@ def _hook(hook: dict[str, Any]) -> list[str]:
 
 def _why(plugin: dict[str, Any]) -> list[str]:
     lines = [plugin["reason"]] if plugin["reason"] else []
-    return ["  " + line for line in (*lines, *_abridged(plugin["traceback"]))]
+    # The reason quotes the error already.
+    raised = [line for line in _abridged(plugin["traceback"]) if line not in plugin["reason"]]
+    return ["  " + line for line in (*lines, *raised)]
 
 
 def _abridged(traceback: Sequence[str]) -> Sequence[str]:

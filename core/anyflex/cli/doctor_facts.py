@@ -6,6 +6,7 @@ import dataclasses
 import platform
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +17,11 @@ import torch
 
 import anyflex
 from anyflex.cli.device_argument import seen_device_types
-from anyflex.cli.self_test import self_test
+from anyflex.cli.self_test import SLOW_S, SelfTest, self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
+from anyflex.contract.capabilities import Capabilities
 from anyflex.errors import AnyflexError, ArgumentError
+from anyflex.process.progress_line import ProgressLine
 from anyflex.registry import backend_table, environment, install_hints, plugin_errors
 from anyflex.registry.discovery import hidden_copies
 from anyflex.registry.doctor_report import BackendRow, backend_rows, hook_rows
@@ -28,7 +31,6 @@ from anyflex.tensors import torch_versions
 
 __all__ = ["collect"]
 
-_SLOW_S = 5.0
 _FAILING_STATES = {"broken": "is broken", "conflict": "is registered by two distributions"}
 
 
@@ -115,7 +117,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
         wanted = device_types if row.device_type == "*" else [row.device_type]
         with _told_if_slow(f"backend {row.name}: its self-test"):
             tests = [
-                self_test(row.name, entry.distribution, backend.capabilities, device_type)
+                _timed(row.name, entry.distribution, backend.capabilities, device_type)
                 for device_type in wanted
                 if device_type in device_types
             ]
@@ -123,6 +125,12 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     if backend is not None:
         facts["notes"] = _texts(row, backend.notes)
     return facts
+
+
+def _timed(name: str, distribution: str, can: Capabilities, device_type: str) -> SelfTest:
+    begin = time.perf_counter()
+    test = self_test(name, distribution, can, device_type)
+    return dataclasses.replace(test, seconds=round(time.perf_counter() - begin, 1))
 
 
 def _texts(row: BackendRow, method: Callable[[], str | Iterable[str]]) -> list[str]:
@@ -141,18 +149,19 @@ def _texts(row: BackendRow, method: Callable[[], str | Iterable[str]]) -> list[s
 
 @contextmanager
 def _told_if_slow(what: str) -> Iterator[None]:
-    """Print a line on stderr if the body takes long, because a hang prints nothing itself."""
-
-    def tell() -> None:
-        print(f"{what} takes more than {_SLOW_S:g} s", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(_SLOW_S, tell)
+    """Show a line on stderr while the body takes long, because a hang prints nothing itself. On a
+    terminal it disappears afterwards: the facts tell how long a self-test took."""
+    progress = ProgressLine(sys.stderr, 0.0)
+    text = f"{what} takes more than {SLOW_S:g} s"
+    timer = threading.Timer(SLOW_S, progress.show, (text,))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()
+        progress.clear()
 
 
 def _requirements(package: str) -> list[str]:
@@ -199,6 +208,8 @@ def _failures(facts: dict[str, Any]) -> list[str]:
     for backend in facts["backends"]:
         if backend["state"] in _FAILING_STATES:
             failures.append(f"backend {backend['name']} {_FAILING_STATES[backend['state']]}")
+        elif backend["state"] == "incompatible" and not _serves(backend, facts["backends"]):
+            failures.append(f"backend {backend['name']} is {backend['reason']}")
         failures += [
             f"backend {backend['name']}: {test['text']}"
             for test in backend["self_tests"]
@@ -230,3 +241,13 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         )
     # Both sides of a conflict report the same.
     return list(dict.fromkeys(failures))
+
+
+def _serves(incompatible: dict[str, Any], backends: list[dict[str, Any]]) -> bool:
+    """Whether the same distribution offers the backend for a contract of this anyflex too."""
+    return any(
+        backend["state"] != "incompatible"
+        and (backend["name"], backend["distribution"])
+        == (incompatible["name"], incompatible["distribution"])
+        for backend in backends
+    )

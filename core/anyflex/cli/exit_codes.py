@@ -29,10 +29,10 @@ class ExitCode(enum.IntEnum):
     OK = 0, "done, and every check passed"
     CHECK_FAILED = (
         1,
-        "a check failed (doctor: a self-test, a broken plugin, a wrong variable or an unusable "
-        "cache folder; demo: the loss or the gradients; cache: a folder or an archive that can't "
-        "be used; warm: targets that fail in different ways; conformance: a case; bench: a "
-        "backend that computes wrongly or fails)",
+        "a check failed (doctor: a self-test, a plugin that is broken or of another contract, a "
+        "wrong variable or an unusable cache folder; demo: the loss or the gradients; cache: a "
+        "folder or an archive that can't be used; warm: targets that fail in different ways; "
+        "conformance: a case; bench: a backend that computes wrongly or fails)",
     )
     USAGE = (
         2,

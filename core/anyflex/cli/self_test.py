@@ -15,7 +15,10 @@ from anyflex.registry.plugin_errors import first_line, plugin_code
 from anyflex.testing.attention_case import declared_head_dim
 from anyflex.testing.oracle import dense_attention, dense_mask
 
-__all__ = ["SelfTest", "self_test"]
+__all__ = ["SLOW_S", "SelfTest", "self_test"]
+
+SLOW_S = 5.0
+"""Seconds from which ``doctor`` tells how long a step takes."""
 
 # Long enough not to be decoding, with a tail behind the last whole block of any size.
 _LENGTH = 83
@@ -40,6 +43,7 @@ class SelfTest:
             None if no numbers came.
         problem: the error, or "".
         traceback: lines of what a plugin raised.
+        seconds: how long it took; told where it is long.
     """
 
     device: str
@@ -50,13 +54,15 @@ class SelfTest:
     limit: float
     problem: str
     traceback: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         what = f"self-test on {self.device}, {self.dtype}, {self.what}"
+        slow = f" after {self.seconds:.0f} s" if self.seconds >= SLOW_S else ""
         if self.error is None:
-            return f"{what}: {'not run' if self.passed is None else 'FAIL'}, {self.problem}"
+            return f"{what}: {'not run' if self.passed is None else 'FAIL'}{slow}, {self.problem}"
         verdict = "PASS" if self.passed else "FAIL"
-        return f"{what}: {verdict} (error {self.error:.1e}, allowed {self.limit:.0e})"
+        return f"{what}: {verdict}{slow} (error {self.error:.1e}, allowed {self.limit:.0e})"
 
 
 def self_test(
