@@ -23,6 +23,13 @@ SIZES: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
     (64, 6, 2, 1, 345, "alibi_learned", "causal_bottom_right"),
 )
 CASES.compare(
+    row(heads=(8, 2), aux=LSE),
+    scale=row("one query row has its scale, with grouped heads", (1, 60), scale=0.7),
+    scale_and_mod=row(
+        "and so it has before a score mod", (1, 60), scale=0.7, score_mod="softcap", batch=2
+    ),
+)
+CASES.compare(
     {"aux": LSE},
     **{
         f"{q_length}_{heads}_{kv_heads}_{kv_length}{suffix}": row(

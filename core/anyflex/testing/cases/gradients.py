@@ -66,6 +66,20 @@ CASES.compare(
         mask_mod="causal",
         gradients=ALL,
     ),
+    scalar_and_table=row(
+        "a learned tensor without dimensions gets its gradient beside a table that learns too",
+        (20, 30),
+        heads=(4, 2),
+        score_mod="scalar_and_table",
+        gradients=ALL,
+    ),
+    scalar_and_constants=row(
+        "the same beside a table that doesn't learn",
+        (20, 30),
+        heads=(4, 2),
+        score_mod="scalar_and_constants",
+        gradients=ALL,
+    ),
     dead_columns=row("dead keys have gradients of 0", (70, 90), mask_mod="dead_columns"),
     padding=row(
         "dead rows and dead keys have gradients of 0",

@@ -153,6 +153,13 @@ CASES.compare(
         gradients=QKV,
         dlse=True,
     ),
+    float64_constants=row(
+        "a mod's constants are float64s to float64 scores",
+        (20, 30),
+        dtype=FLOAT64,
+        score_mod="many_digits",
+        gradients=QKV,
+    ),
     float64_mods=row(
         "mods of float64 scores are computed in float64",
         (70, 90),

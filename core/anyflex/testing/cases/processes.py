@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anyflex.plugin import Spec
 from anyflex.registry import backend_table
 from anyflex.testing import child_process
 from anyflex.testing.attention_case import AttentionCase
@@ -31,15 +32,16 @@ _ROUNDS = 6
 _SWITCH_SECONDS = 1e-6
 _MODULES = 150
 _HANGING = 120
+_STOPPED_SECONDS = 0.5
 _HEAVY = frozenset(
     "triton cutlass cupy numba llvmlite pycuda jax tensorflow torch._inductor torch._dynamo "
     "torch.utils.cpp_extension setuptools distutils Cython pybind11 cffi scipy sympy".split()
 )
 
 
-def _run_threads(session: Session, work: Callable[[int], None]) -> None:
+def _run_threads(session: Session, work: Callable[[int], None], count: int = _THREADS) -> None:
     """Run ``work(0)``, ``work(1)`` ... in threads that are switched often."""
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(_THREADS)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(count)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -60,19 +62,34 @@ def threads(session: Session) -> None:
         plain(session, "threads", seed=seed, q_length=256 + 32 * (seed % 2), kv_length=300)
         for seed in range(_THREADS)
     ]
+    _same_in_threads(session, cases, _ROUNDS)
+
+
+@CASES.behaviour()
+def threads_of_long_calls(session: Session) -> None:
+    """The same for calls that take much longer than their launch."""
+    cases = [
+        plain(session, "threads", seed=seed, heads=4, kv_heads=4, q_length=length, kv_length=900)
+        for seed, length in enumerate((1100, 300, 700, 900))
+    ]
+    _same_in_threads(session, cases, 3)
+
+
+def _same_in_threads(session: Session, cases: list[AttentionCase], rounds: int) -> None:
+    """Compare the bits of the cases one after the other with those of a thread for each."""
     inputs = [case.draw(session.device) for case in cases]
 
     def run(index: int) -> dict[str, Tensor]:
         return by_backend(cases[index], inputs[index], session.name, session.device)
 
-    serial = [run(index) for index in range(_THREADS)]
+    serial = [run(index) for index in range(len(cases))]
     wrong: list[str] = []
-    begin = threading.Barrier(_THREADS)
+    begin = threading.Barrier(len(cases))
 
     def work(index: int) -> None:
         begin.wait()
         try:
-            for _ in range(_ROUNDS):
+            for _ in range(rounds):
                 if wrong:
                     return
                 for name, tensor in run(index).items():
@@ -83,7 +100,7 @@ def threads(session: Session) -> None:
 
     # Unwatched: the inspector's work would keep the threads apart.
     with session.unwatched():
-        _run_threads(session, work)
+        _run_threads(session, work, len(cases))
     session.require(not wrong, "; ".join(dict.fromkeys(wrong)))
 
 
@@ -143,6 +160,75 @@ def fork(session: Session) -> None:
         case = dataclasses.replace(case, gradients=frozenset())
     failure = forked(lambda: compare(session, case))
     session.require(failure is None, f"{failure}")
+
+
+@CASES.behaviour()
+def fork_while_compiling(session: Session) -> None:
+    """A child that is forked while another thread compiles can compile and call."""
+    needs_fork(session)
+    modded = {"score_graph", "captured"} <= session.backend.capabilities.known_fields
+    cases = [
+        plain(session, "compiling", score_mod=mod if modded else None, gradients=frozenset())
+        for mod in ("softcap", *_COMPILED_MODS, "piecewise")
+    ]
+    specs = []
+    for case in cases[:-1]:
+        compare(session, case)
+        specs.append(session.journal.forwards[-1])
+    # Each compile is stopped at another point, a fraction of the first one's number of steps.
+    steps = _Stopped(session, specs[0], sys.maxsize).steps
+    for place, spec in enumerate(specs[1:]):
+        stopped = _Stopped(session, spec, steps * (2 * place + 1) // (2 * len(_COMPILED_MODS)))
+        try:
+            failure = forked(lambda: compare(session, cases[-1])) if stopped.waits else None
+        finally:
+            stopped.go_on()
+        session.require(failure is None, f"forked while another thread compiles: {failure}")
+
+
+_COMPILED_MODS = ("alibi_abs", "clamped", "sq_relu", "trunc_negative")
+
+
+class _Stopped:
+    """A thread that compiles a spec and stops for a while at a Python function call of it. It goes
+    on by itself, because a fork may wait for the end of a compile.
+
+    Args:
+        step: the number of calls and returns after which it stops.
+
+    Attributes:
+        steps: how many there were.
+        waits: it has not ended before.
+    """
+
+    def __init__(self, session: Session, spec: Spec, step: int) -> None:
+        self.steps = 0
+        self.waits = False
+        self._step = step
+        self._arrived, self._leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._compile, args=(session, spec), daemon=True)
+        self._thread.start()
+        session.require(self._arrived.wait(_HANGING), "a compile hangs")
+
+    def go_on(self) -> None:
+        """Let the compile end."""
+        self._leave.set()
+        self._thread.join(_HANGING)
+
+    def _compile(self, session: Session, spec: Spec) -> None:
+        sys.setprofile(self._count)
+        try:
+            session.backend.compile(spec, KeptArtifacts())
+        finally:
+            sys.setprofile(None)
+            self._arrived.set()
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        self.steps += 1
+        if self.steps == self._step:
+            self.waits = True
+            self._arrived.set()
+            self._leave.wait(_STOPPED_SECONDS)
 
 
 CASES.compare(

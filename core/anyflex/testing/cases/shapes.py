@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -108,6 +110,23 @@ CASES.compare(
             mask_mod="prefix_batch",
         )
         for q_length in (1, 40)
+    },
+)
+
+# Ends of the classes of query lengths, and of tiles of grouped query heads.
+CASES.compare(
+    {"gradients": QKV},
+    **{
+        f"gqa_{heads}_{kv_heads}_length_{length}": row(
+            f"{length} queries of {heads} heads, {kv_heads} of key and value",
+            (length, 70),
+            heads=(heads, kv_heads),
+            mask_mod="causal_bottom_right" if masked else None,
+            quick=heads == 4 and not masked,
+        )
+        for heads, kv_heads in ((4, 1), (8, 2), (6, 2))
+        for length, masked in itertools.product((2, 15, 16, 17, 31, 32, 33, 63, 64, 65), (0, 1))
+        if masked == (heads == 8)
     },
 )
 

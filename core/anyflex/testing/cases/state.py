@@ -249,5 +249,44 @@ def index_error(session: Session) -> None:
     compare(session, case, masked)
 
 
+@CASES.behaviour()
+def index_error_of_a_mask(session: Session) -> None:
+    """A mask function that reads outside of a captured tensor raises ModIndexError on the CPU
+    where it says True; where it says False, or in a FULL block, nothing is raised."""
+    session.needs(session.device_type == "cpu", "elsewhere it would have to wait for the device")
+    case = plain(
+        session,
+        "index_error",
+        mask_mod="causal",
+        runs=((2, 2, 1), (2, 2, 0), (2, 2, 0)),
+        gradients=frozenset(),
+    )
+    short = torch.ones(20, dtype=torch.bool)
+    short[::3] = False
+    drawn = case.draw(session.device)
+    reads = with_mod(drawn, "mask", case, _false_outside, len(short), table=short)
+    found = by_backend(case, reads, session.name, session.device)
+    # The oracle's function reads within.
+    within = with_mod(drawn, "mask", case, _within, len(short), table=short)
+    lines = mismatches(found, by_oracle(case, within), case, within)
+    session.require(not lines, "; ".join(lines))
+    reads = with_mod(drawn, "mask", case, _true_outside, len(short), table=short)
+    with contextlib.suppress(ModIndexError):
+        by_backend(case, reads, session.name, session.device)
+        session.require(False, "a mask function says True of a read outside, and nobody says so")
+
+
+def _false_outside(table: Any, end: int) -> Callable[..., Any]:
+    return lambda b, h, q, k: table[k] & (k < end)
+
+
+def _within(table: Any, end: int) -> Callable[..., Any]:
+    return lambda b, h, q, k: table[k.clamp(max=end - 1)] & (k < end)
+
+
+def _true_outside(table: Any, end: int) -> Callable[..., Any]:
+    return lambda b, h, q, k: table[k] | (k >= end)
+
+
 def _but_three(end: int) -> Callable[..., Any]:
     return lambda b, h, q, k: k < end

@@ -71,6 +71,18 @@ KIT_MODS = numbered(
     ),
     # Gradients of the score and of the table need each other's values.
     squared_table=mod(lambda w: lambda s, b, h, q, k: s * w[h] * w[h], w=floats("H", grad=True)),
+    # One element that every pair reads, and a table that each head reads.
+    scalar_and_table=mod(
+        lambda a, t: lambda s, b, h, q, k: s * a + t[h],
+        a=floats("", grad=True),
+        t=floats("H", grad=True),
+    ),
+    # The same where only the first learns.
+    scalar_and_constants=mod(
+        lambda a, t: lambda s, b, h, q, k: s * a + t[h], a=floats("", grad=True), t=floats("H")
+    ),
+    # Constants that float32 can't hold.
+    many_digits=mod(lambda: lambda s, b, h, q, k: s * 1.2345678901234567 + 0.0123456789012345678),
 )
 KIT_MASKS = numbered(
     "M+",
