@@ -53,6 +53,48 @@ def test_a_right_backend_passes_and_the_summary_counts(capsys: pytest.CaptureFix
     assert "refused: processes/plain: " in out
 
 
+def test_the_slowest_cases_are_told_with_their_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    run("cpu.dense", *FEW)
+    assert re.search(r"^  slowest: \S+ \d+\.\d s, ", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def test_fail_fast_ends_the_run_at_the_first_failure(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    first = ("--case", "processes/plain", "--case", "processes/bare", "--case", "mods/scale*")
+    fast = (*first, "--fail-fast", "--json", str(path))
+    assert run("cpu.double", *fast) == ExitCode.CHECK_FAILED
+    report = json.loads(path.read_text())
+    assert [row["status"] for row in report["cases"]].count("failed") == 1
+    assert report["cases"][-1]["status"] == "failed" and not report["passed"]
+    assert run("cpu.dense", *fast) == ExitCode.OK
+    assert len(json.loads(path.read_text())["cases"]) > len(report["cases"])
+
+
+def test_failed_from_runs_what_failed_in_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, again = tmp_path / "report.json", tmp_path / "again.json"
+    assert run("cpu.double", *FEW, "--json", str(path)) == ExitCode.CHECK_FAILED
+    assert run("cpu.dense", "--failed-from", str(path), "--json", str(again)) == ExitCode.OK
+    assert [row["case"] for row in json.loads(again.read_text())["cases"]] == ["processes/bare"]
+    capsys.readouterr()
+    assert run("cpu.dense", "--failed-from", str(again)) == ExitCode.USAGE
+    assert "no case failed in" in capsys.readouterr().err
+    again.write_text("{}")
+    assert run("cpu.dense", "--failed-from", str(again)) == ExitCode.USAGE
+    assert "is no report of" in capsys.readouterr().err
+
+
+def test_a_pattern_that_fits_nothing_does_not_stop_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("cpu.dense", *FEW, "--case", "processes/bear") == ExitCode.USAGE
+    told = capsys.readouterr()
+    assert told.out.startswith("PASS cpu.dense of ")
+    assert "no case fits 'processes/bear'; the nearest is 'processes/bare'" in told.err
+    assert run("cpu.double", *FEW, "--case", "processes/bear") == ExitCode.CHECK_FAILED
+
+
 def test_a_failure_is_one_line_with_the_command_that_repeats_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -28,6 +28,8 @@ _TIMEOUT = 300.0
 _LONGEST = 1e6
 """Maximum seconds of a limit, eleven days. Timers don't take more everywhere, so it is wrong
 usage."""
+_SLOWEST = 3
+"""Number of cases whose seconds the summary tells; the reports have those of all."""
 _DETAIL = 500
 """Maximum characters of a failure's line: a compiler may have printed a hundred thousand."""
 
@@ -62,6 +64,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         help="only cases of this name or pattern; may be given more than once",
+    )
+    parser.add_argument(
+        "--failed-from",
+        metavar="FILE",
+        type=file_argument,
+        help="only cases that failed in this report of --json, and those of --case",
+    )
+    parser.add_argument(
+        "--fail-fast", action="store_true", help="end the run at the first case that fails"
     )
     parser.add_argument("--json", metavar="FILE", help="write the report; - for standard output")
     parser.add_argument(
@@ -99,14 +110,18 @@ def run(args: argparse.Namespace) -> int:
     from anyflex.testing.cases import every_case
     from anyflex.testing.expected import read_expected
     from anyflex.testing.kit_pool import Pool
-    from anyflex.testing.report import make_report
+    from anyflex.testing.report import failed_in, make_report
     from anyflex.testing.runner import failed, hung, run_cases
     from anyflex.testing.selection import requirements, select
     from anyflex.testing.session import open_session
     from anyflex.testing.time_limit import limited
 
     cases = every_case()
-    chosen = select(cases, quick=args.quick, globs=args.case)
+    globs = args.case + ([] if args.failed_from is None else failed_in(args.failed_from))
+    unmatched: list[str] = []
+    chosen = select(cases, quick=args.quick, globs=globs, unmatched=unmatched)
+    for missing in unmatched:
+        print(missing, file=sys.stderr)
     if args.backend is not None and backend_table.current().get(args.backend) is None:
         known = ", ".join(backend_table.current().names())
         raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
@@ -158,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
                 sorted(outcomes, key=lambda outcome: places[outcome.case]),
                 quick=args.quick,
                 require=require,
-                globs=args.case,
+                globs=globs,
                 seconds=seconds,
                 jobs=args.jobs,
             )
@@ -185,7 +200,9 @@ def run(args: argparse.Namespace) -> int:
             for outcome in found:
                 enter(outcome)
                 show()
-        return report()
+                if args.fail_fast and not outcome.good:
+                    break
+        return report() or (ExitCode.USAGE if unmatched else ExitCode.OK)
 
 
 def _device(text: str, backend: str) -> torch.device:
@@ -253,6 +270,9 @@ def _summary(report: dict[str, Any]) -> list[str]:
         f"{verdict} {report['backend']} of {report['distribution']} on {report['device']}: "
         f"{counts}; {report['seconds']:.0f} s"
     ]
+    rows = sorted(report["cases"], key=lambda row: -row["seconds"])[:_SLOWEST]
+    slowest = ", ".join(f"{row['case']} {row['seconds']:.1f} s" for row in rows)
+    lines.append(f"  slowest: {slowest}")
     for status in ("refused", "skipped", "expected"):
         details: dict[str, list[str]] = {}
         for row in report["cases"]:

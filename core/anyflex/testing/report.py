@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import json
 import platform
 from collections import Counter
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import anyflex
+from anyflex.errors import ArgumentError
 from anyflex.plugin import CONTRACT, Capabilities
 from anyflex.testing.runner import Outcome
 from anyflex.testing.session import Session
 
-__all__ = ["SCHEMA", "STATUSES", "html_page", "make_report"]
+__all__ = ["SCHEMA", "STATUSES", "failed_in", "html_page", "make_report"]
 
 SCHEMA = "anyflex-conformance-1"
 STATUSES = ("passed", "failed", "unexpected", "expected", "refused", "skipped")
@@ -62,6 +65,25 @@ def make_report(
             for outcome in outcomes
         ],
     }
+
+
+def failed_in(path: Path) -> list[str]:
+    """Return the names of the cases that failed in a report of ``--json``.
+
+    Raises:
+        ArgumentError: the file can't be read, is no report, or nothing failed in it.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} can't be read: {error}") from error
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        raise ArgumentError(f"{path} is no report of `anyflex conformance --json`")
+    rows = report["cases"]
+    names = [row["case"] for row in rows if row["status"] in ("failed", "unexpected")]
+    if not names:
+        raise ArgumentError(f"no case failed in {path}: leave it out to run all")
+    return names
 
 
 def _device_name(device: torch.device) -> str:

@@ -21,28 +21,39 @@ REQUIREMENTS: Mapping[str, str] = {
 
 
 def select(
-    cases: Mapping[str, Case], *, quick: bool = False, globs: Iterable[str] = ()
+    cases: Mapping[str, Case],
+    *,
+    quick: bool = False,
+    globs: Iterable[str] = (),
+    unmatched: list[str] | None = None,
 ) -> list[Case]:
     """Return the cases that are asked for, in the kit's order.
 
     Args:
         quick: only those of the quick subset.
         globs: names, or patterns as the shell's, any of which must fit; none for all cases.
+        unmatched: takes a sentence for each pattern that fits no case, which is an error without
+            it.
 
     Raises:
-        ArgumentError: a pattern fits no case.
+        ArgumentError: a pattern fits no case, or all patterns together fit none.
     """
     patterns = list(globs)
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):
             near = difflib.get_close_matches(pattern, cases, n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ArgumentError(f"no case fits {pattern!r}{hint}")
+            missing = f"no case fits {pattern!r}{hint}"
+            if unmatched is None:
+                raise ArgumentError(missing)
+            unmatched.append(missing)
     chosen = [
         case
         for name, case in cases.items()
         if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     ]
+    if not chosen:
+        raise ArgumentError("; ".join(unmatched or ()))
     if not quick:
         return chosen
     chosen = [case for case in chosen if case.quick]
