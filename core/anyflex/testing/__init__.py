@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anyflex.testing.conformance import Conformance
+    from anyflex.testing.lowering_check import check_lowering
     from anyflex.testing.stand_in_device import posing
 
-__all__ = ["Conformance", "posing"]
+__all__ = ["Conformance", "check_lowering", "posing"]
 
 _LATER = {
     "Conformance": "anyflex.testing.conformance",
+    "check_lowering": "anyflex.testing.lowering_check",
     "posing": "anyflex.testing.stand_in_device",
 }
 """Public names whose modules are imported at first use. No module has the name of an object that

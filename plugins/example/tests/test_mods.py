@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-import torch
-from anyflex_example.mods import TORCH, write_source
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from anyflex.plugin import CapturedFacts, Spec, parse_graph
+import torch
+from anyflex_example.mods import TORCH, Pairs, load_source, write_function, write_source
+
+from anyflex.plugin import CapturedFacts, Node, Spec, parse_graph
+from anyflex.testing import check_lowering
 
 
 def test_the_table_lacks_no_operation() -> None:
     assert TORCH.problems() == []
+
+
+def computed(nodes: Sequence[Node], wanted: Sequence[int], **given: Any) -> list[torch.Tensor]:
+    """The nodes' values by the backend's own source."""
+    (position,) = wanted
+    call: Any = SimpleNamespace(query=torch.empty(0), **given)
+    source = f"import torch\nfrom math import inf, nan\n{write_function('f', nodes, position)}"
+    return [load_source(source)["f"](Pairs(call, given["inputs"], check=False))]
+
+
+def test_every_operation_of_every_type_computes_what_torch_does() -> None:
+    check_lowering(computed)
 
 
 def test_a_mod_becomes_the_source_of_two_functions() -> None:

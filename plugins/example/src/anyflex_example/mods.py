@@ -22,7 +22,7 @@ from anyflex.plugin import (
     simplify,
 )
 
-__all__ = ["TORCH", "Pairs", "load_source", "write_source"]
+__all__ = ["TORCH", "Pairs", "load_source", "write_function", "write_source"]
 
 Lines = list[str]
 Indices = tuple[Tensor, ...]
@@ -89,16 +89,14 @@ def write_source(spec: Spec) -> str:
     for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
         if graph is not None:
             graph = simplify(graph)
-            lines: Lines = []
-            values = TORCH.lower(graph.nodes, lines, [graph.output])
-            parts.append(_function(name, lines, values[graph.output]))
+            parts.append(write_function(name, graph.nodes, graph.output))
     if spec.score_graph is not None and spec.needs_backward:
         wanted = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         derivative = differentiate(spec.score_graph, wanted_captured=wanted)
         roots = [] if derivative.score is None else [derivative.score]
         for scatter in derivative.scatters:
             roots += [scatter.value, *scatter.indices]
-        lines = []
+        lines: Lines = []
         values = TORCH.lower(derivative.nodes, lines, roots)
         scatters = [
             f"({s.captured}, ({''.join(values[i] + ', ' for i in s.indices)}), {values[s.value]})"
@@ -107,6 +105,13 @@ def write_source(spec: Spec) -> str:
         score = "None" if derivative.score is None else values[derivative.score]
         parts.append(_function("score_mod_backward", lines, f"{score}, [{', '.join(scatters)}]"))
     return "\n\n\n".join(parts) + "\n"
+
+
+def write_function(name: str, nodes: Sequence[Node], wanted: int) -> str:
+    """Return the text of a function that returns the value of one node."""
+    lines: Lines = []
+    values = TORCH.lower(nodes, lines, [wanted])
+    return _function(name, lines, values[wanted])
 
 
 def _function(name: str, lines: Lines, result: str) -> str:
