@@ -9,10 +9,17 @@ nothing and exits 1 if a page is not current.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyflex.mod_graph.operations.record import Operation
 
 __all__ = ["PAGES", "with_current_tables"]
 
@@ -24,6 +31,7 @@ PAGES = (
     DOCS / "cli.md",
     DOCS / "mods.md",
     DOCS / "examples.md",
+    DOCS / "operations.md",
     EXAMPLES / "README.md",
 )
 TABLE = re.compile(r"(<!-- table (\w+).*?-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
@@ -69,6 +77,68 @@ def spellings() -> str:
     return "\n".join(["| Written | Known |", "|---|---|", *rows]) + "\n"
 
 
+def operations() -> str:
+    """Operations of mod graphs: operands, result, and values at edges, computed by `evaluate`."""
+    from anyflex.mod_graph.operations import RECORDS
+
+    leaves = {"input", "const", "number", "load", "cast", "where", "detach"}
+    rows = [_operation(record) for name, record in RECORDS.items() if name not in leaves]
+    head = "| Operation | Operands | Result | of -7, 2 | of -7.0, 2.0 | of NaN, 2.0 | Any result |"
+    return "\n".join([head, "|---" * 7 + "|", *rows]) + "\n"
+
+
+def _operation(record: Operation) -> str:
+    import torch
+
+    compares = record.reading == "comparison"
+    count = record.operands or 0
+    cells = [
+        f"`{record.name}`",
+        f"{count} of " + ", ".join(record.types),
+        "bool" if compares else "the operands' type",
+    ]
+    for kind, operands in (
+        (torch.int64, (-7, 2)),
+        (torch.float64, (-7.0, 2.0)),
+        (torch.float64, (math.nan, 2.0)),
+    ):
+        name = "float" if kind.is_floating_point else "int"
+        value = _value(record.name, kind, operands[:count], compares)
+        cells.append(f"{value:.6g}" if name in record.types else "")
+    anything = [
+        f"{first}, {second}"
+        for first, second in ((-7, 0), (0, -1), (-(2**63), -1))
+        if "int" in record.types and count == 2 and not _is_defined(record.name, first, second)
+    ]
+    cells.append("; ".join(anything).replace(str(-(2**63)), "least"))
+    return f"| {' | '.join(cells)} |"
+
+
+def _value(name: str, dtype: torch.dtype, operands: Sequence[float], compares: bool) -> float:
+    import torch
+
+    from anyflex.plugin import Node, evaluate, operand_classes, type_class
+
+    if type_class(dtype) not in operand_classes(name):
+        return 0
+    nodes = [Node("input", dtype, (), str(place)) for place in range(len(operands))]
+    places = tuple(range(len(nodes)))
+    nodes.append(Node(name, torch.bool if compares else dtype, places))
+    inputs = {str(place): torch.tensor(value, dtype=dtype) for place, value in enumerate(operands)}
+    (found,) = evaluate(nodes, [len(places)], inputs=inputs, captured=(), ints=(), floats=())
+    value: float = found.item()
+    return value
+
+
+def _is_defined(name: str, first: int, second: int) -> bool:
+    import torch
+
+    from anyflex.testing.lowering_check import defined_results
+
+    where = defined_results(name, torch.tensor(first), torch.tensor(second))
+    return where is None or bool(where)
+
+
 def examples() -> str:
     """Subject of each example: the first sentence of its docstring."""
     return _examples("`{name}`")
@@ -100,6 +170,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "examples": examples,
     "exit_codes": exit_codes,
     "linked_examples": linked_examples,
+    "operations": operations,
     "spellings": spellings,
 }
 

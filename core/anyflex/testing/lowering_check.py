@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflex.plugin import DTYPES, OPERATIONS, Node, evaluate, operand_classes, type_class
 from anyflex.testing.session import ConformanceFailure
 
-__all__ = ["check_lowering"]
+__all__ = ["check_lowering", "defined_results"]
 
 _FLOATS = (0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 1.5, -1.5, 2.5, -2.5, 3.0, -7.25, 0.3, -0.04, 1e-4)
 _FLOATS += (20.25, -30.5, 88.0, 1000.0, math.inf, -math.inf, math.nan)
@@ -126,10 +126,10 @@ def _applied(operation: str, name: str) -> _Case:
     compares = operation in ("eq", "ne", "lt", "le", "gt", "ge")
     arguments = tuple(range(1, len(nodes)))
     nodes.append(Node(operation, torch.bool if compares else dtype, arguments))
-    return f"{operation} {name}", nodes, captured, _defined(operation, first, second)
+    return f"{operation} {name}", nodes, captured, defined_results(operation, first, second)
 
 
-def _defined(operation: str, first: Tensor, second: Tensor) -> Tensor | None:
+def defined_results(operation: str, first: Tensor, second: Tensor) -> Tensor | None:
     """Where integers have a result: elsewhere a target may give any, and must not trap."""
     if first.is_floating_point() or first.dtype is torch.bool:
         return None
