@@ -59,8 +59,8 @@ def check_lowering(
 
 
 _Case = tuple[str, list[Node], list[Tensor], Tensor | None]
-"""What is tried, its nodes, of which the last is wanted, the captured tensors, and where the
-result is defined; None for everywhere."""
+"""A case: what it tries, its nodes, of which the last is wanted, the captured tensors, and where
+the result is defined; None for everywhere."""
 
 
 def _cases(operation: str, names: Sequence[str]) -> Iterator[_Case]:
