@@ -17,18 +17,12 @@ from tests.registry.packages import install
 from tests.soak import SOAK
 
 PAGE = ROOT / "docs" / "plugins.md"
-BEGIN, END = "## From nothing, in six steps\n", "## The entry point\n"
+TUTORIAL = ROOT / "docs" / "plugin-tutorial.md"
 
 
 def steps() -> str:
     """The code of the steps without the trials: imports, functions, classes and tables."""
-    text = PAGE.read_text(encoding="utf-8")
-    first, last = (text[: text.index(heading)].count("\n") for heading in (BEGIN, END))
-    code = [
-        block.code
-        for block in code_blocks(PAGE)
-        if first < block.line < last and block.error is None
-    ]
+    code = [block.code for block in code_blocks(TUTORIAL) if block.error is None]
     kept = [node for node in ast.parse("\n".join(code)).body if _is_definition(node)]
     return "\n\n".join(ast.unparse(node) for node in kept)
 
