@@ -56,6 +56,7 @@ class Case:
         by_pair: whether it reads another one by the distance of query and key.
         repeatable: whether torch's deterministic mode is on.
         again: whether the call is made a second time, with fixed launches.
+        cores: number of the device's multiprocessors; with many of them, KV heads are split.
         launched: names of Hopper's kernel, then of the portable ones that backward launches.
     """
 
@@ -71,6 +72,7 @@ class Case:
     by_pair: bool = False
     repeatable: bool = False
     again: bool = False
+    cores: int = 0
     launched: tuple[str, ...] = (
         "prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel",
     )  # fmt: skip
@@ -114,6 +116,7 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 LOWEST = torch.finfo(torch.float32).min
 PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
+SPLIT = ("prepare_kernel", "backward_kernel", "sum_kernel", "convert_kernel", "repair_kernel")
 WIDE = ("prepare_kernel", "wide_kernel", "wide_kernel", "repair_kernel")
 CASES = [
     Case("plain", again=True),
@@ -179,7 +182,21 @@ CASES = [
         repeatable=True,
         launched=(*PORTABLE_DQ, "query_kernel", *["total_kernel"] * 3),
     ),
-]
+    Case("split, plain", dims=(128, 64), again=True, cores=132, keys=260, launched=SPLIT),
+    Case("split, odd", mask=packed, odd=True, cores=132, keys=260, launched=SPLIT),
+    Case(
+        "split, learns", score=scaled, score_backward=halved, learns=True, cores=132, keys=260,
+        launched=SPLIT,
+    ),
+    Case(
+        "split, repeatable", mask=packed, repeatable=True, cores=132, keys=260,
+        launched=("prepare_kernel", "backward_kernel", "sum_kernel", *PORTABLE_DQ[2:]),
+    ),
+    Case(
+        "split, wide, odd", dims=(136, 72), mask=packed, odd=True, cores=132, keys=260,
+        launched=("prepare_kernel", "wide_kernel", "wide_kernel", "sum_kernel", "repair_kernel"),
+    ),
+]  # fmt: skip
 
 
 class InPython(CudaBackend):
@@ -264,7 +281,10 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
     if case.mask is not None:
         mask = anyflex.create_block_mask(case.mask, None, None, case.rows, case.keys)
     torch.use_deterministic_algorithms(case.repeatable)
-    with mock.patch.object(Program, "launch", launched):
+    with (
+        mock.patch.object(Program, "launch", launched),
+        mock.patch.object(forward_call, "cores", lambda device: case.cores or 1),
+    ):
         out = anyflex.flex_attention(
             q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.python",
             kernel_options={"cuda.python": {"hopper": hopper}},
@@ -294,12 +314,11 @@ def main() -> int:
     with (
         isolated(),
         posing("cuda"),
-        mock.patch.object(forward_call, "cores", lambda device: 132),
         # Forward takes the portable kernel.
         mock.patch.object(kernel, "refused_spec", lambda spec, tiles: "run in Python"),
     ):
         register("cuda.python", InPython)
-        for case in CASES if SOAK else CASES[4:13:4] + CASES[9:10]:
+        for case in CASES if SOAK else CASES[4:13:4] + CASES[9:10] + CASES[-4:]:
             check(case)
             print(f"{case.name}: right", flush=True)
     return 0

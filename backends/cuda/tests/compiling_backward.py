@@ -1,6 +1,7 @@
 """Compiles the kernels that backward launches on Hopper; no device is needed.
 
-Run as a script by `test_compiled_backward`. It prints one line per kernel: the case, the kernel,
+Run as a script by `test_compiled_backward`. It prints one line per kernel: the case, with "split"
+at its end where KV heads are split, the kernel,
 bytes of shared memory, bytes of spills, whether ptxas makes products wait for each other
 ("serialized"), the fraction of loops over a mask's runs that load each run's bounds, and the
 fraction of hand-overs of stored tiles without a fence before them.
@@ -67,13 +68,15 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("causal", {}),
     ("distances that learn", {"dims": (64, 64)}),
     ("documents", {"dims": (256, 256)}),
+    ("causal", {"kv_heads": 1}),
 ]
-"""Cases with steps of 128 rows and of 64, and with tiles of 256 columns."""
+"""Cases with steps of 128 rows and of 64, and with tiles of 256 columns, and split KV heads."""
 MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {"dims": (64, 64)}),
     ("documents", {"dims": (64, 64)}),
     ("slopes that learn", {}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
+    ("full", {"dims": (64, 64), "kv_heads": 1}),
     ("full", {}),
     ("softcap", {}),
     ("softcap", {"dims": (64, 64)}),
@@ -206,6 +209,8 @@ def main() -> int:
                 if wide := kernel == "wide_kernel":
                     kernel = "wide_queries" if program.constants["OF_QUERIES"] else "wide_keys"
                 name = f"{case} {more.get('dims', (128, 128))}".replace(" ", "")
+                if program.types.get("key_sums") is not None:
+                    name += "split"
                 print(
                     name, kernel, made.metadata.shared,
                     spills_of(told), "serialized" if "serialized" in told else "free",

@@ -363,6 +363,40 @@ def test_heads_whose_sums_of_dq_the_second_cache_holds_run_at_a_time(
     assert values["head_group"] == group
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "width", "splits"),
+    [
+        (32, 1, 8192, 128, 16), (32, 2, 8192, 64, 8), (8, 1, 300, 64, 8), (24, 3, 2048, 128, 8),
+        (8, 1, 1024, 256, 8), (32, 8, 4096, 128, None), (8, 8, 300, 64, None),
+    ],
+)  # fmt: skip
+def test_query_heads_of_few_kv_heads_are_split_and_their_sums_added(
+    heads: int, kv_heads: int, length: int, width: int, splits: int | None
+) -> None:
+    q = torch.zeros(1, heads, length, width, dtype=torch.bfloat16, requires_grad=True)
+    k, v = torch.zeros(2, 1, kv_heads, length, width, dtype=torch.bfloat16, requires_grad=True)
+    with recorded() as launched:
+        out = anyflex.flex_attention(q, k, v, backend="cuda.recorded", enable_gqa=True)
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        torch.autograd.grad(out, (q, k, v), out.detach())
+    names = [program.function.__name__ for program, _ in launched]
+    of_dq = "wide_kernel" if width > 128 else "convert_kernel"
+    assert set(names) >= {"prepare_kernel", of_dq, "repair_kernel"}
+    values = {program.function.__name__: values for program, values in reversed(launched)}
+    if splits is None:
+        assert "sum_kernel" not in names
+        return
+    rows = 64 if width > 128 else 128
+    sums = values["sum_kernel"]
+    assert sums["head_splits"] == splits
+    assert sums["padded_keys"] == -(-length // rows) * rows
+    main = values["wide_kernel" if width > 128 else "backward_kernel"]
+    assert main["units"] == kv_heads * splits
+    assert main["split_heads"] * splits == heads // kv_heads
+    assert main["key_sums"] is sums["key_sums"]
+
+
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:
     names, said = called(wanted="kv")
     assert names == WITHOUT_DQ

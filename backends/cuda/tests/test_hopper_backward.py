@@ -48,7 +48,7 @@ class Case:
         self.value_width = 64 if self.block_m == 128 else drawn("value_width", 64, 128)
         self.batch = drawn("batch", 1, 2)
         self.kv_heads = drawn("kv_heads", 1, 2)
-        self.group = drawn("group", 1, 2)
+        self.group = drawn("group", 1, 2, 3)
         self.kv_shared = drawn("kv_shared", False, False, True)
         self.rows = drawn("rows", 64, 128, 200, 300, 1)
         self.keys = drawn("keys", 128, 256, 300, 65)
@@ -61,6 +61,8 @@ class Case:
         self.programs = drawn("programs", 1, 2, 3)
         self.head_group = drawn("head_group", 1, 2)
         self.odd_key = drawn("odd_key", None)
+        # Number of query heads of a split, or None where KV heads aren't split.
+        self.split_heads = drawn("split_heads", None, None, 1, 2)
         self.pick = pick
 
     def run(
@@ -81,6 +83,10 @@ class Case:
         padded = values.shape[2]
         tiles, units = -(-self.keys // 128), problem.kv_batch * self.kv_heads
         dk, dv = np.full(problem.k.shape, np.nan), np.full(problem.v.shape, np.nan)
+        splits = None
+        if self.split_heads is not None:
+            splits = -(-(self.batch * problem.heads // units) // self.split_heads)
+        sums = np.full((units, splits or 1, tiles * 128, D + DV), np.nan)
         dq = np.zeros((self.batch * problem.heads, padded * D // 32, 32))
         odd = np.full((units, tiles * 2), 7)
         ragged = bool(self.keys % 128) or (self.has_score_mod and bool(self.rows % block_m))
@@ -96,8 +102,11 @@ class Case:
                 "dk": Box(dk, (1, 1, 64, D)), "dv": Box(dv, (1, 1, 64, DV)),
                 "row_values": Box(values.reshape(-1, padded), (1, block_m), 4),
                 "dq_sums": Box(dq, (1, 128, 32), 4), "odd_keys": Pointer(odd),
-                "counter": Pointer(np.zeros(1, int)), "totals": (), "units": units,
-                "tiles": tiles, "head_group": self.head_group, "CAPTURED_GRADIENTS": None,
+                "counter": Pointer(np.zeros(1, int)), "totals": (),
+                "key_sums": None if splits is None else Pointer(sums),
+                "head_splits": splits, "split_heads": self.split_heads,
+                "units": units * (splits or 1), "tiles": tiles, "head_group": self.head_group,
+                "CAPTURED_GRADIENTS": None,
                 "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "RAGGED": ragged,
                 "WANT_DQ": self.want_dq, "BLOCK_M": block_m, "D": D, "DV": DV,
                 "DYNAMIC": self.dynamic,
@@ -106,12 +115,18 @@ class Case:
             changed,
             MORE,
         )  # fmt: skip
+        if splits is not None:
+            assert np.isnan(dk).all() and np.isnan(dv).all() and (odd == 0).all()
+            added = sums.sum(1)[:, : self.keys]
+            dk[:] = added[..., :D].reshape(dk.shape) * problem.scale
+            dv[:] = added[..., D:].reshape(dv.shape)
         yield "dk", dk, problem.wanted["dk"]
         yield "dv", dv, problem.wanted["dv"]
         halves = np.zeros((units, tiles * 2), bool)
         found = problem.odd("dk", 64)
         halves[:, : found.shape[1]] = found
-        yield "odd", odd, halves
+        if splits is None:
+            yield "odd", odd, halves
         if self.want_dq:
             found = summed_rows(dq, D)[:, : self.rows].reshape(problem.q.shape)
             yield "dq", found * problem.scale, problem.wanted["dq"]
@@ -140,7 +155,7 @@ def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:
 
 @pytest.mark.parametrize("seed", range(0 if SOAK else 2, 4))
 def test_one_key_whose_gradient_is_nan_is_found(seed: int) -> None:
-    case = Case(seed, has_score_mod=True, keys=300, odd_key=70)
+    case = Case(seed, has_score_mod=True, keys=300, odd_key=70, split_heads=None)
     found = {name: (ours, wanted) for name, ours, wanted in case.run()}
     assert 0 < found["odd"][1].sum() <= len(found["odd"][1])
     check(case)
@@ -149,6 +164,11 @@ def test_one_key_whose_gradient_is_nan_is_found(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(24 if SOAK else 4))
 def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
     check(Case(seed))
+
+
+@pytest.mark.parametrize("seed", range(8 if SOAK else 2))
+def test_splits_of_query_heads_add_up_to_the_dense_formula(seed: int) -> None:
+    check(Case(seed, group=3, split_heads=1 + seed % 2, kv_shared=seed % 4 > 1))
 
 
 WAIT = "tma.store_wait(0)"
@@ -208,7 +228,7 @@ PIECES = [
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(24):
         fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "q_block": 128}
-        fixed["programs"] = 1 + seed % 2
+        fixed |= {"programs": 1 + seed % 2, "split_heads": None}
         # Some gradients of one key are NaN.
         fixed["odd_key"] = 70 if "nan" in piece else None
         # Consumers make a step's dQ by columns, by rows, or each from its own keys.

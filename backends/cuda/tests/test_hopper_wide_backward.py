@@ -66,6 +66,8 @@ class Case:
         self.head_group = drawn("head_group", 1, 2)
         self.odd_key = drawn("odd_key", None)
         self.low = drawn("low", False)
+        # Number of query heads of a split, or None where KV heads aren't split.
+        self.split_heads = drawn("split_heads", None, None, 1, 2)
         self.problem = Problem(
             seed, pick, (sum(self.parts), sum(self.value_parts)), self.batch, self.kv_heads,
             self.group, self.kv_shared, self.rows, self.keys, (self.q_block, self.kv_block),
@@ -96,21 +98,34 @@ class Case:
         units, tiles = problem.kv_batch * self.kv_heads, -(-self.keys // 64)
         dk, dv = np.full(problem.k.shape, np.nan), np.full(problem.v.shape, np.nan)
         odd = np.full((units, tiles), 7)
+        splits = None
+        if self.split_heads is not None:
+            splits = -(-(self.batch * problem.heads // units) // self.split_heads)
+        D, DV = sum(self.parts), sum(self.value_parts)
+        sums = np.full((units, splits or 1, tiles * 64, D + DV), np.nan)
         self._run(
-            units * tiles,
+            units * (splits or 1) * tiles,
             {
                 **problem.arguments(transposed=True), **given,
                 **_boxes("dk", dk, self.parts), **_boxes("dv", dv, self.value_parts),
                 **dict.fromkeys(("dq", "dq_2", "odd_rows", "padded_length")), "OF_QUERIES": False,
                 "row_values": Box(values.reshape(-1, padded), (1, 64), 4),
-                "odd_keys": Pointer(odd), "units": units, "tiles": tiles,
+                "odd_keys": Pointer(odd), "units": units * (splits or 1), "tiles": tiles,
+                "key_sums": None if splits is None else Pointer(sums),
+                "head_splits": splits, "split_heads": self.split_heads,
                 "RAGGED": past_end or (self.has_score_mod and bool(self.rows % 64)),
             },
             changed,
         )  # fmt: skip
+        if splits is not None:
+            assert np.isnan(dk).all() and np.isnan(dv).all() and (odd == 0).all()
+            added = sums.sum(1)[:, : self.keys]
+            dk[:] = added[..., :D].reshape(dk.shape) * problem.scale
+            dv[:] = added[..., D:].reshape(dv.shape)
         yield "dk", dk, problem.wanted["dk"]
         yield "dv", dv, problem.wanted["dv"]
-        yield "odd keys", odd, problem.odd("dk", 64)
+        if splits is None:
+            yield "odd keys", odd, problem.odd("dk", 64)
 
         units, tiles = self.batch * problem.heads, -(-self.rows // 128)
         dq = np.full(problem.q.shape, np.nan)
@@ -120,6 +135,7 @@ class Case:
             {
                 **problem.arguments(transposed=False), **given, **_boxes("dq", dq, self.parts),
                 **dict.fromkeys(("dk", "dk_2", "dv", "dv_2", "odd_keys")), "OF_QUERIES": True,
+                **dict.fromkeys(("key_sums", "head_splits", "split_heads")),
                 "row_values": Pointer(values), "odd_rows": Pointer(odd), "units": units,
                 "padded_length": padded, "tiles": tiles, "RAGGED": past_end,
             },
@@ -150,7 +166,7 @@ def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_that_are_nan_are_found(seed: int) -> None:
-    case = Case(seed, has_score_mod=True, keys=300, odd_key=70)
+    case = Case(seed, has_score_mod=True, keys=300, odd_key=70, split_heads=None)
     found = {name: (ours, wanted) for name, ours, wanted in case.run()}
     assert 0 < found["odd keys"][1].sum() < found["odd keys"][1].size
     assert found["odd rows"][1].any()
@@ -158,7 +174,7 @@ def test_gradients_that_are_nan_are_found(seed: int) -> None:
 
 
 def test_far_rows_are_made_again_though_their_gradients_may_be_finite() -> None:
-    case = Case(0, rows=200, keys=128, has_score_mod=False, has_mask=False)
+    case = Case(0, rows=200, keys=128, has_score_mod=False, has_mask=False, split_heads=None)
     values = case.problem.row_values()
     values[0, :, 70] = np.nan
     case.problem.row_values = lambda: values  # type: ignore[method-assign]
@@ -170,6 +186,11 @@ def test_far_rows_are_made_again_though_their_gradients_may_be_finite() -> None:
 @pytest.mark.parametrize("seed", range(16 if SOAK else 6))
 def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
     check(Case(seed))
+
+
+@pytest.mark.parametrize("seed", range(8 if SOAK else 2))
+def test_splits_of_query_heads_add_up_to_the_dense_formula(seed: int) -> None:
+    check(Case(seed, group=3, split_heads=1 + seed % 2, kv_shared=seed % 4 > 1))
 
 
 PIECES = [
@@ -219,6 +240,7 @@ PIECES = [
 def test_without_a_piece_of_its_protocol_a_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(24):
         fixed = {"rows": 300, "keys": 300, "odd_key": 70 if "said" in piece else None}
+        fixed["split_heads"] = None
         # Then scores of keys past the end, which are 0, are far above all others.
         fixed["low"] = "kv_length" in piece
         try:

@@ -38,6 +38,7 @@ from anyflex_triton.building import (
     captured_additions,
     expected_backward,
     key_head_group,
+    key_sums_specs,
     layout_of,
     layouts_of,
     mask_rows,
@@ -45,6 +46,8 @@ from anyflex_triton.building import (
     padded,
     pointer_type,
     row_values_launch,
+    split_arguments,
+    sums_launch,
     with_rows,
 )
 
@@ -176,6 +179,7 @@ class Work(NamedTuple):
         row_values: float32 [4, B, Hq, L padded].
         odd_keys: int32 [Bkv * Hkv, `_key_tiles`].
         counter: int32 [1]: number of tiles taken; unused above head dim 128.
+        key_sums: of `key_sums_specs`, or None where KV heads aren't split.
         dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where dQ isn't accumulated in
             memory.
         odd_rows: int32 [B * Hq, L padded / 64], or None where the portable pass makes dQ.
@@ -184,6 +188,7 @@ class Work(NamedTuple):
     row_values: Tensor
     odd_keys: Tensor
     counter: Tensor
+    key_sums: Tensor | None
     dq_sums: Tensor | None
     odd_rows: Tensor | None
 
@@ -193,8 +198,16 @@ def _key_tiles(spec: Spec, keys: int) -> int:
     return -(-keys // 64) if is_wide(spec) else -(-keys // _KEYS) * 2
 
 
+def _key_columns(spec: Spec) -> dict[str, int]:
+    """Return the columns D of dK and DV of dV in shared memory and in key_sums."""
+    dims = {"D": spec.head_dim, "DV": spec.value_head_dim}
+    if is_wide(spec):
+        return {name: sum(forward_call.parts_of(dim)) for name, dim in dims.items()}
+    return {name: padded(dim) for name, dim in dims.items()}
+
+
 def backward_workspace(
-    spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...]
+    spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...], device: torch.device
 ) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors that `_work_of` takes.
 
@@ -210,6 +223,11 @@ def backward_workspace(
         TensorSpec((kv_batch * kv_heads, _key_tiles(spec, keys)), torch.int32),
         TensorSpec((1,), torch.int32),
     ]
+    tile = _WIDE_STEP if is_wide(spec) else _KEYS
+    rows_of_keys = -(-keys // tile) * tile
+    columns = sum(_key_columns(spec).values())
+    cores = forward_call.cores(device)
+    found += key_sums_specs(query, key, tile, rows_of_keys, columns, cores)
     if want_dq:
         found.append(TensorSpec((batch * heads, rows // _SUMMED_ROWS), torch.int32))
         if not is_wide(spec):
@@ -220,9 +238,10 @@ def backward_workspace(
 
 def _work_of(workspace: Sequence[Tensor]) -> Work:
     """Return the tensors of `backward_workspace` by name."""
-    row_values, odd_keys, counter, *of_rows = workspace
-    odd_rows, sums, *_ = (*of_rows, None, None)
-    return Work(row_values, odd_keys, counter, sums, odd_rows)
+    row_values, odd_keys, counter, *rest = workspace
+    key_sums = rest.pop(0) if rest and rest[0].ndim == 4 else None
+    odd_rows, sums, *_ = (*rest, None, None)
+    return Work(row_values, odd_keys, counter, key_sums, sums, odd_rows)
 
 
 def hopper_launches(
@@ -250,7 +269,7 @@ def hopper_launches(
     values.update(
         odd_keys=work.odd_keys, odd_rows=or_else(work.odd_rows, work.odd_keys),
         counter=work.counter, dq_sums=or_else(work.dq_sums, work.row_values),
-        totals=_totals(grads, work),
+        key_sums=work.key_sums, totals=_totals(grads, work),
     )  # fmt: skip
     # The second launch makes dK and dV. Its kernel takes the transposed mask's rows under the
     # names that other kernels have for the mask's rows.
@@ -300,6 +319,7 @@ def _fixed_launches(
     return [
         _prepare(portable, call, saved, grad, work),
         *main,
+        *_sums(portable, call, grads, work),
         *([] if work.dq_sums is None else [_convert(portable, call, grads, work)]),
         _repair(portable, call, grad.dout, grads, work),
     ]
@@ -311,6 +331,13 @@ def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
     if work.dq_sums is None:
         return ()
     return tuple(total for total in grads.captured if total is not None)
+
+
+def _sums(made: Programs, call: Call, grads: Grads, work: Work) -> list[FixedLaunch]:
+    if work.key_sums is None:
+        return []
+    columns = _key_columns(made.spec)
+    return [sums_launch(made, call, grads, work.key_sums, columns, work.odd_keys)]
 
 
 def _prepare(
@@ -341,14 +368,17 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     totals = _totals(grads, work)
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
+    split = split_arguments(call, work.key_sums)
+    units *= split.number
     fixed = {
+        **split.fixed,
         **backward_sizes(call, work.row_values),
         "query": descriptor(call.query, queries), "dout": descriptor(dout, values),
         "key": descriptor(call.key, of_keys), "value": descriptor(call.value, of_values),
         "dk": descriptor(dk, of_keys), "dv": descriptor(dv, of_values),
         "row_values": row_descriptor(work.row_values, block_m), "units": units, "tiles": tiles,
         # The cache also holds the float32 sums of dQ that tiles add to.
-        "head_group": key_head_group(call, 4 * spec.head_dim),
+        "head_group": key_head_group(call, 4 * spec.head_dim, split.number),
     }  # fmt: skip
     if work.dq_sums is not None:
         fixed["dq_sums"] = descriptor(work.dq_sums, (1, 128, 32))
@@ -356,6 +386,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
         hopper_backward.backward_kernel,
         min(tiles * units, forward_call.cores(call.query.device)),
         {
+            **split.constants,
             **mod_constants(mods, totals),
             "Q_BLOCK": blocks[0],
             "KV_BLOCK": blocks[1],
@@ -369,6 +400,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
         Options(4, 1),
         fixed,
         types={"totals": tuple(pointer_type(total.dtype) for total in totals)},
+        aligned=split.aligned,
     )
 
 
@@ -391,6 +423,7 @@ def _wide_launches(
     """Return the launches that fill grads.dv, grads.dk, and, where there are `work.odd_rows`,
     grads.dq."""
     row_values = work.row_values
+    splits = split_arguments(call, work.key_sums).number
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     assert dk is not None and dv is not None
     given = {"query": call.query, "key": call.key, "value": call.value, "dout": dout}
@@ -403,7 +436,8 @@ def _wide_launches(
     launches = [
         _wide_launch(
             made, call, row_values, False, mods, ragged, {**given, "dq": None, "dk": dk, "dv": dv},
-            kv_batch * kv_heads, -(-keys // _WIDE_STEP), key_head_group(call),
+            kv_batch * kv_heads * splits, -(-keys // _WIDE_STEP),
+            key_head_group(call, splits=splits), work.key_sums,
         )
     ]  # fmt: skip
     if work.odd_rows is not None:
@@ -422,6 +456,7 @@ def _wide_launches(
 def _wide_launch(
     made: GluonPrograms, call: Call, row_values: Tensor, of_queries: bool, mods: Mods,
     ragged: bool, tensors: Mapping[str, Tensor | None], units: int, tiles: int, head_group: int,
+    key_sums: Tensor | None = None,
 ) -> FixedLaunch:  # fmt: skip
     # Imported here because few processes need it, and Triton reads the source of each of its
     # functions.
@@ -429,9 +464,10 @@ def _wide_launch(
 
     spec = made.spec
     blocks = (_WIDE_ROWS, _WIDE_ROWS) if call.mask is None else call.mask.block_size
+    split = split_arguments(call, key_sums)
     fixed: dict[str, object] = {
-        **backward_sizes(call, row_values), **_wide_boxes(tensors), "units": units, "tiles": tiles,
-        "head_group": head_group,
+        **backward_sizes(call, row_values), **_wide_boxes(tensors), **split.fixed, "units": units,
+        "tiles": tiles, "head_group": head_group,
     }  # fmt: skip
     if of_queries:
         fixed["odd_keys"] = None
@@ -443,6 +479,7 @@ def _wide_launch(
         tiles * units,
         {
             **{name: None for name, each in fixed.items() if each is None},
+            **split.constants,
             **mod_constants(mods),
             "OF_QUERIES": of_queries,
             "Q_BLOCK": blocks[0],
@@ -453,6 +490,7 @@ def _wide_launch(
         },
         Options(4, 1),
         {name: each for name, each in fixed.items() if each is not None},
+        aligned=split.aligned,
         described={f"{name}_2": name for name in tensors},
     )
 

@@ -8,7 +8,9 @@ one step later: by then the other consumer's have long been written, so that con
 of a step apart, and one's products overlap the other's softmax. A step ends with the next step's
 scores in flight.
 
-`backward_rows.prepare_kernel` runs before it, `convert_kernel` and `repair_kernel` after it.
+`backward_rows.prepare_kernel` runs before it, `convert_kernel` and `repair_kernel` after it. Where
+KV heads are split, programs store float32 sums, and `anyflex_triton.backward_keys.sum_kernel`
+makes dK and dV of them.
 """
 
 from __future__ import annotations
@@ -105,6 +107,8 @@ class KeyGrid:
     kv_length: Any
     tiles: Any
     head_group: Any
+    head_splits: Any
+    split_heads: Any
     GROUP: Any
     KV_SHARED: Any
     RAGGED: Any
@@ -122,6 +126,7 @@ class BackwardCall:
 
     dk_desc: Any
     dv_desc: Any
+    key_sums: Any
     dq: Any
     odd_keys: Any
     memory: Any
@@ -271,14 +276,28 @@ def row_of_step(i, rotation, stop, BLOCK_M: gl.constexpr, ROTATED: gl.constexpr)
 
 
 @gluon.jit
-def streams_of(grid):
-    """Return the number of query heads that read a KV head."""
-    return grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
+def kv_head_of(unit, grid):
+    """Return (batch entry, KV head) of a unit: a KV head, or one of its splits."""
+    if grid.head_splits is not None:
+        unit = unit // grid.head_splits
+    return unit // grid.kv_heads, unit % grid.kv_heads
+
+
+@gluon.jit
+def streams_of(unit, grid):
+    """Return (first, end) of the query heads that a unit takes, among those that read its KV
+    head."""
+    streams = grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
+    if grid.head_splits is None:
+        return 0, streams
+    else:
+        first = unit % grid.head_splits * grid.split_heads
+        return first, gl.minimum(first + grid.split_heads, streams)
 
 
 @gluon.jit
 def head_of_stream(stream, kv_b, kv_head, grid):
-    """Return (batch entry, query head) of one of `streams_of`."""
+    """Return (batch entry, query head) of one of the query heads that read a KV head."""
     b = stream // grid.GROUP if grid.KV_SHARED else kv_b
     return b, kv_head * grid.GROUP + stream % grid.GROUP
 
@@ -350,8 +369,7 @@ def produce(
     index = gl.program_id(0)
     while index < total:
         tile, unit = tile_of(index, grid)
-        kv_b = unit // grid.kv_heads
-        kv_head = unit % grid.kv_heads
+        kv_b, kv_head = kv_head_of(unit, grid)
         steps, whole = whole_steps(tile, grid, HAS_SCORE_MOD, memory.BLOCK_M)
         # Wait until the consumers have read the previous tile's keys and values, and TMA has
         # stored dV, and dK where there is no dQ, from these buffers.
@@ -364,7 +382,8 @@ def produce(
         for half in gl.static_range(2):
             at = [kv_b, kv_head, tile * 128 + half * 64, 0]
             load_box(v_desc, at, keys.full, keys.v_tiles.index(half))
-        for stream in range(streams_of(grid)):
+        first, end = streams_of(unit, grid)
+        for stream in range(first, end):
             b, h = head_of_stream(stream, kv_b, kv_head, grid)
             run, last_run = runs_of(mask, b, h, tile, mask.KV_BLOCK // 128)
             if HAS_MASK_MOD or grid.RAGGED:
@@ -650,6 +669,16 @@ def is_finite(x):
 
 
 @gluon.jit
+def store_sums(pointer, x, COLUMNS: gl.constexpr):
+    """Store x [64, columns] to rows of COLUMNS float32 elements. Each four threads fill a sector
+    of 32 bytes."""
+    LAYOUT: gl.constexpr = layout_of_products(x.shape[1])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(pointer + gl.expand_dims(rows * COLUMNS, 1) + gl.expand_dims(columns, 0), x)
+
+
+@gluon.jit
 def consume(call, ME: gl.constexpr):
     """Compute dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile.
 
@@ -670,6 +699,7 @@ def consume(call, ME: gl.constexpr):
     WANT_DQ: gl.constexpr = call.dq.WANT_DQ
     HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
+    SPLIT: gl.constexpr = grid.head_splits is not None
     KEY_LAYOUT: gl.constexpr = call.dk_desc.layout
     dtype: gl.constexpr = memory.q_tiles.dtype
     k = keys.k_tiles.index(ME).reshape([64, D])
@@ -681,8 +711,7 @@ def consume(call, ME: gl.constexpr):
     index = said(keys.words, 0)
     while index < total:
         tile, unit = tile_of(index, grid)
-        kv_b = unit // grid.kv_heads
-        kv_head = unit % grid.kv_heads
+        kv_b, kv_head = kv_head_of(unit, grid)
         steps, whole = whole_steps(tile, grid, call.mods.SCORE_MOD is not None, BLOCK_M)
         n0 = tile * 128 + ME * 64
         sums = KeySums(
@@ -690,7 +719,8 @@ def consume(call, ME: gl.constexpr):
             dv=gl.full([64, DV], 0.0, gl.float32, layout=layout_of_products(DV)),
             last_bh=gl.to_tensor(0), last_rows=gl.to_tensor(-1),
         )
-        for stream in range(streams_of(grid)):
+        first, end = streams_of(unit, grid)
+        for stream in range(first, end):
             b, h = head_of_stream(stream, kv_b, kv_head, grid)
             run, last_run = runs_of(mask, b, h, tile, mask.KV_BLOCK // 128)
             if HAS_MASK_MOD or RAGGED:
@@ -709,14 +739,22 @@ def consume(call, ME: gl.constexpr):
             # The last step's dQ is made while TMA stores dV; it is undefined if there was no step.
             wait_for_ds(it - 1, last_rows >= 0, ME)
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D)
-        # If not fine, `repair_kernel` computes these keys again.
-        fine = is_finite(dk) & is_finite(dv)
-        gl.store(call.odd_keys + (unit * grid.tiles + tile) * 2 + ME, gl.where(fine, 0, 1))
-        # dV is stored from the buffer of this consumer's values, dK from the one that dQ no longer
-        # needs, so that the next tile's keys can be loaded meanwhile.
-        v.store(dv.to(dtype))
-        fence_async_shared()
-        store_box(call.dv_desc, [kv_b, kv_head, n0, 0], keys.v_tiles.index(ME))
+        if SPLIT:
+            # `sum_kernel` sets it to 1 where a sum is non-finite.
+            kv_unit = unit // grid.head_splits
+            gl.store(call.odd_keys + (kv_unit * grid.tiles + tile) * 2 + ME, 0)
+            at = gl.cast(unit * grid.tiles * 128 + n0, gl.int64) * (D + DV)
+            store_sums(call.key_sums + at, dk, D + DV)
+            store_sums(call.key_sums + at + D, dv, D + DV)
+        else:
+            # If not fine, `repair_kernel` computes these keys again.
+            fine = is_finite(dk) & is_finite(dv)
+            gl.store(call.odd_keys + (unit * grid.tiles + tile) * 2 + ME, gl.where(fine, 0, 1))
+            # dV is stored from the buffer of this consumer's values, dK from the one that dQ no
+            # longer needs, so that the next tile's keys can be loaded meanwhile.
+            v.store(dv.to(dtype))
+            fence_async_shared()
+            store_box(call.dv_desc, [kv_b, kv_head, n0, 0], keys.v_tiles.index(ME))
         if WANT_DQ:
             if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -730,14 +768,16 @@ def consume(call, ME: gl.constexpr):
                 if last_rows >= 0:
                     _add(call.dq.desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
                 tma.store_wait(0)
-            dk_tile = reinterpret(dq_tiles.index(ME), dtype, [1, 1, 64, D], KEY_LAYOUT)
-            dk_tile.reshape([64, D]).store((dk * scale).to(dtype))
-            fence_async_shared()
-            store_box(call.dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
+            if not SPLIT:
+                dk_tile = reinterpret(dq_tiles.index(ME), dtype, [1, 1, 64, D], KEY_LAYOUT)
+                dk_tile.reshape([64, D]).store((dk * scale).to(dtype))
+                fence_async_shared()
+                store_box(call.dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
         else:
-            k.store((dk * scale).to(dtype))
-            fence_async_shared()
-            store_box(call.dk_desc, [kv_b, kv_head, n0, 0], keys.k_tiles.index(ME))
+            if not SPLIT:
+                k.store((dk * scale).to(dtype))
+                fence_async_shared()
+                store_box(call.dk_desc, [kv_b, kv_head, n0, 0], keys.k_tiles.index(ME))
             tma.store_wait(0)
             mbarrier.arrive(keys.empty, count=1)
         count += 1
@@ -748,9 +788,10 @@ def consume(call, ME: gl.constexpr):
 
 @gluon.jit
 def backward_kernel(
-    query, dout, key, value, row_values, dk, dv, dq_sums, odd_keys, counter, offsets, ends, runs,
-    mask_strides, tables, ints, floats, totals, shifts, scale, batch, heads, kv_heads, units,
-    q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
+    query, dout, key, value, row_values, dk, dv, key_sums, dq_sums, odd_keys, counter, offsets,
+    ends, runs, mask_strides, tables, ints, floats, totals, shifts, scale, batch, heads, kv_heads,
+    units, q_length, kv_length, tiles, head_group, head_splits, split_heads,
+    SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -765,10 +806,14 @@ def backward_kernel(
             `backward_rows.prepare_kernel`.
         dq_sums: descriptor of boxes [1, 128, 32], which the kernel adds to: each holds 64 rows and
             64 columns in the order of `in_order_of_threads`.
-        odd_keys: [Bkv * Hkv, tiles * 2], written.
+        key_sums: float32 [units, tiles * 128, D + DV], written with each split's dK before its
+            factor `scale`, and dV, which `anyflex_triton.backward_keys.sum_kernel` adds up. None
+            where KV heads aren't split; else dk and dv aren't written.
+        odd_keys: [Bkv * Hkv, tiles * 2], written; with 0 where KV heads are split.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
             is a multiple of BLOCK_M, KV_BLOCK of 128.
-        units: Bkv * Hkv. head_group: how many of them run at a time.
+        units: Bkv * Hkv, times head_splits. head_group: how many of them run at a time.
+        head_splits, split_heads: None where KV heads aren't split.
         RAGGED: whether kv_length isn't a multiple of 128, or there is a score mod and q_length
             isn't a multiple of BLOCK_M.
     """
@@ -815,11 +860,11 @@ def backward_kernel(
     )
     grid = KeyGrid(
         batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
-        kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
-        RAGGED=RAGGED,
+        kv_length=kv_length, tiles=tiles, head_group=head_group, head_splits=head_splits,
+        split_heads=split_heads, GROUP=GROUP, KV_SHARED=KV_SHARED, RAGGED=RAGGED,
     )
     call = BackwardCall(
-        dk_desc=dk, dv_desc=dv,
+        dk_desc=dk, dv_desc=dv, key_sums=key_sums,
         dq=DqMemory(ds_tiles=ds_tiles, dq_tiles=dq_tiles, desc=dq_sums, WANT_DQ=WANT_DQ),
         odd_keys=odd_keys, memory=memory, keys=keys, mask=mask, grid=grid, tables=tables,
         mods=Mods(

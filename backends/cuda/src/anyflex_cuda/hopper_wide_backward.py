@@ -33,9 +33,11 @@ from anyflex_cuda.hopper_backward import (
     KeyGrid,
     head_of_stream,
     is_finite,
+    kv_head_of,
     now,
     runs_of,
     steps_of_run,
+    store_sums,
     streams_of,
     tile_of,
 )
@@ -106,12 +108,13 @@ class WideCall:
         memory, mask, grid: `WideMemory`, `MaskRuns`, `KeyGrid`.
         mods, gradients: `Mods` and `ModGradients` of `anyflex_triton.kernel_records`.
         row_values, padded_length: arguments of `wide_kernel` for dQ; None for dK and dV.
-        odd: argument odd_keys or odd_rows of `wide_kernel`.
+        odd: argument odd_keys or odd_rows of `wide_kernel`. key_sums: argument for dK and dV.
         words: mailbox word by which the consumer of dK says whether dK is finite.
         OWN_BLOCK, STEP_BLOCK: the mask's block sizes along own rows and along steps.
     """
 
     odd: Any
+    key_sums: Any
     words: Any
     own_full: Any
     memory: Any
@@ -124,6 +127,8 @@ class WideCall:
     gradients: Any
     OWN_BLOCK: Any
     STEP_BLOCK: Any
+    D: Any
+    DV: Any
 
 
 @record
@@ -237,7 +242,8 @@ def produce(
     ROWS: gl.constexpr = 128 if OF_QUERIES else 64
     TILES_A_BLOCK: gl.constexpr = OWN_BLOCK // ROWS
     STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if mask.HAS_MASK else 1
-    tile, own_b, own_h = tile_of_this(grid, OF_QUERIES)
+    tile, unit, own_b, own_h = tile_of_this(grid, OF_QUERIES)
+    first_stream, end_stream = streams_of_this(unit, grid, OF_QUERIES)
     steps, whole = whole_steps(tile, grid, HAS_SCORE_MOD, OF_QUERIES)
     mbarrier.expect(own_full, ROWS * (loads.D + loads.DV) * 2)
     for half in gl.static_range(ROWS // 64):
@@ -245,7 +251,7 @@ def produce(
         load_parts(loads.own, memory.own, half, own_full, own_b, own_h, first)
         load_parts(loads.own_later, memory.own_later, half, own_full, own_b, own_h, first)
     it = gl.to_tensor(0)
-    for stream in range(1 if OF_QUERIES else streams_of(grid)):
+    for stream in range(first_stream, end_stream):
         b, h = head_of(stream, own_b, own_h, grid, OF_QUERIES)
         if OF_QUERIES:
             step_b = 0 * b if grid.KV_SHARED else b
@@ -274,13 +280,23 @@ def produce(
 
 @gluon.jit
 def tile_of_this(grid, OF_QUERIES: gl.constexpr):
-    """Return (tile, batch entry, head) of this program; the longest tiles under causal masks come
-    first."""
+    """Return (tile, unit, batch entry, head) of this program; the longest tiles under causal masks
+    come first."""
     tile, unit = tile_of(gl.program_id(0), grid)
     if OF_QUERIES:
-        return grid.tiles - 1 - tile, unit // grid.heads, unit % grid.heads
+        return grid.tiles - 1 - tile, unit, unit // grid.heads, unit % grid.heads
     else:
-        return tile, unit // grid.kv_heads, unit % grid.kv_heads
+        kv_b, kv_head = kv_head_of(unit, grid)
+        return tile, unit, kv_b, kv_head
+
+
+@gluon.jit
+def streams_of_this(unit, grid, OF_QUERIES: gl.constexpr):
+    """Return (first, end) of the query heads that a tile sees."""
+    if OF_QUERIES:
+        return 0, 1
+    else:
+        return streams_of(unit, grid)
 
 
 @gluon.jit
@@ -501,55 +517,20 @@ def rows_of(row_values, unit, own_first, units, padded_length, S_LAYOUT: gl.cons
 
 
 @gluon.jit
-def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr):
-    """Compute a gradient of 64 rows; for dQ, of the half ME of the tile.
+def store_gradient(
+    acc, tile, unit, own_b, own_h, own_first, far, call, out_descs, out_tiles, ME: gl.constexpr,
+    GRADIENT: gl.constexpr,
+):
+    """Store a gradient of 64 rows, and whether `repair_kernel` has to compute them again.
 
     Args:
+        far: whether some row of dQ is far.
         call: `WideCall`.
     """
-    mask = call.mask
-    grid = call.grid
-    tiles = grid.tiles
     OF_QUERIES: gl.constexpr = GRADIENT == "q"
-    ROWS: gl.constexpr = 128 if OF_QUERIES else 64
-    TILES_A_BLOCK: gl.constexpr = call.OWN_BLOCK // ROWS
-    STEPS_A_BLOCK: gl.constexpr = call.STEP_BLOCK // STEP if mask.HAS_MASK else 1
-    S_LAYOUT: gl.constexpr = layout_of_products(STEP)
-    HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
-    own_heads = grid.heads if OF_QUERIES else grid.kv_heads
-    tile, own_b, own_h = tile_of_this(grid, OF_QUERIES)
-    unit = own_b * own_heads + own_h
-    own_first = tile * ROWS + ME * 64
-    steps, whole = whole_steps(tile, grid, call.mods.SCORE_MOD is not None, OF_QUERIES)
-    if OF_QUERIES:
-        lse2, delta, far = rows_of(
-            call.row_values, unit, own_first, grid.units, call.padded_length, S_LAYOUT,
-        )
-    else:
-        lse2, delta, far = None, None, None
-    own_rows = OwnRows(first=own_first, lse2=lse2, delta=delta)
-    acc = zeros_of_parts(out_descs)
-    it = gl.to_tensor(0)
-    mbarrier.wait(call.own_full, 0)
-    for stream in range(1 if OF_QUERIES else streams_of(grid)):
-        b, h = head_of(stream, own_b, own_h, grid, OF_QUERIES)
-        run, last_run = runs_of(mask, b, h, tile, TILES_A_BLOCK)
-        if HAS_MASK_MOD or grid.RAGGED:
-            acc, it = consume_pass(
-                acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, True,
-                STEPS_A_BLOCK, GRADIENT,
-            )
-        acc, it = consume_pass(
-            acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, False, STEPS_A_BLOCK,
-            GRADIENT,
-        )
-    if GRADIENT == "v":
-        # Wait for the last slots, so that no barrier is left mid-phase.
-        for last in range(gl.maximum(it - STAGES, 0), it):
-            named_barrier("sync", TAKEN + last % STAGES, 256)
     if OF_QUERIES:
         # Non-finite values and mods may have made rows past the end arbitrary.
-        acc = all_inside(acc, own_first, grid.q_length)
+        acc = all_inside(acc, own_first, call.grid.q_length)
     # If not fine, `repair_kernel` computes these rows again.
     fine = is_finite(acc[0])
     if len(acc) > 1:
@@ -565,9 +546,9 @@ def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr
         named_barrier("arrive", PLACED, 256)
     elif GRADIENT == "v":
         named_barrier("sync", PLACED, 256)
-        gl.store(call.odd + unit * tiles + tile, found | said(call.words, 0))
+        gl.store(call.odd + unit * call.grid.tiles + tile, found | said(call.words, 0))
     else:
-        gl.store(call.odd + (unit * tiles + tile) * 2 + ME, found)
+        gl.store(call.odd + (unit * call.grid.tiles + tile) * 2 + ME, found)
     # dK overwrites the keys, which the other consumer read for its last scores, before it placed
     # the last factors; after that it reads them for undefined products only. dV overwrites the
     # values, and the other consumer has just signalled that it is done with them.
@@ -577,6 +558,67 @@ def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr
     fence_async_shared()
     store_parts(out_descs, out_tiles, ME, own_b, own_h, own_first)
     tma.store_wait(0)
+
+
+@gluon.jit
+def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr):
+    """Compute a gradient of 64 rows; for dQ, of the half ME of the tile.
+
+    Args:
+        call: `WideCall`.
+    """
+    mask = call.mask
+    grid = call.grid
+    tiles = grid.tiles
+    OF_QUERIES: gl.constexpr = GRADIENT == "q"
+    ROWS: gl.constexpr = 128 if OF_QUERIES else 64
+    TILES_A_BLOCK: gl.constexpr = call.OWN_BLOCK // ROWS
+    STEPS_A_BLOCK: gl.constexpr = call.STEP_BLOCK // STEP if mask.HAS_MASK else 1
+    S_LAYOUT: gl.constexpr = layout_of_products(STEP)
+    HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
+    tile, unit, own_b, own_h = tile_of_this(grid, OF_QUERIES)
+    first_stream, end_stream = streams_of_this(unit, grid, OF_QUERIES)
+    own_first = tile * ROWS + ME * 64
+    steps, whole = whole_steps(tile, grid, call.mods.SCORE_MOD is not None, OF_QUERIES)
+    if OF_QUERIES:
+        lse2, delta, far = rows_of(
+            call.row_values, unit, own_first, grid.units, call.padded_length, S_LAYOUT,
+        )
+    else:
+        lse2, delta, far = None, None, None
+    own_rows = OwnRows(first=own_first, lse2=lse2, delta=delta)
+    acc = zeros_of_parts(out_descs)
+    it = gl.to_tensor(0)
+    mbarrier.wait(call.own_full, 0)
+    for stream in range(first_stream, end_stream):
+        b, h = head_of(stream, own_b, own_h, grid, OF_QUERIES)
+        run, last_run = runs_of(mask, b, h, tile, TILES_A_BLOCK)
+        if HAS_MASK_MOD or grid.RAGGED:
+            acc, it = consume_pass(
+                acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, True,
+                STEPS_A_BLOCK, GRADIENT,
+            )
+        acc, it = consume_pass(
+            acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, False, STEPS_A_BLOCK,
+            GRADIENT,
+        )
+    if GRADIENT == "v":
+        # Wait for the last slots, so that no barrier is left mid-phase.
+        for last in range(gl.maximum(it - STAGES, 0), it):
+            named_barrier("sync", TAKEN + last % STAGES, 256)
+    if call.key_sums is None:
+        store_gradient(
+            acc, tile, unit, own_b, own_h, own_first, far, call, out_descs, out_tiles, ME,
+            GRADIENT,
+        )
+    else:
+        # `sum_kernel` sets it to 1 where a sum is non-finite.
+        gl.store(call.odd + unit // grid.head_splits * tiles + tile, 0)
+        COLUMNS: gl.constexpr = call.D + call.DV
+        at = gl.cast(unit * tiles * 64 + own_first, gl.int64) * COLUMNS
+        at += call.D if GRADIENT == "v" else 0
+        for p in gl.static_range(len(acc)):
+            store_sums(call.key_sums + at + p * acc[0].shape[1], acc[p], COLUMNS)
 
 
 @gluon.jit
@@ -626,12 +668,12 @@ def barriers(COUNT: gl.constexpr):
 @gluon.jit
 def wide_kernel(
     query, query_2, key, key_2, value, value_2, dout, dout_2, dq, dq_2, dk, dk_2, dv, dv_2,
-    row_values, odd_keys, odd_rows, offsets, ends, runs, mask_strides, tables, ints, floats,
-    shifts, scale, batch, heads, kv_heads, units, q_length, kv_length, padded_length, tiles,
-    head_group, OF_QUERIES: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    RAGGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    row_values, key_sums, odd_keys, odd_rows, offsets, ends, runs, mask_strides, tables, ints,
+    floats, shifts, scale, batch, heads, kv_heads, units, q_length, kv_length, padded_length,
+    tiles, head_group, head_splits, split_heads, OF_QUERIES: gl.constexpr,
+    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """Kernel of dQ, 128 query rows per program (OF_QUERIES), or of dK and dV, 64 keys per program.
     Arguments that belong to the other gradients are None.
@@ -641,10 +683,12 @@ def wide_kernel(
             rows and the columns of the first of `forward_call.parts_of`.
         row_values: written by `backward_rows.prepare_kernel`: float32 [4, B, Hq, padded_length];
             for dK and dV a descriptor of it, [4 * B * Hq, padded_length], of boxes [1, 64].
-        odd_keys: [Bkv * Hkv, tiles], written. odd_rows: [B * Hq, tiles * 2], written.
+        key_sums: as in `hopper_backward.backward_kernel`, [units, tiles * 64, D + DV]; None for dQ
+            and where KV heads aren't split.
+        odd_keys: as odd_keys there, [Bkv * Hkv, tiles]. odd_rows: [B * Hq, tiles * 2], written.
         offsets, ends, runs: rows of the mask; for dK and dV of the transposed mask. Q_BLOCK is a
             multiple of 128, or for dK and dV of 64, and KV_BLOCK of 64.
-        units: B * Hq, or Bkv * Hkv. head_group: how many of them run at a time.
+        units: B * Hq, or Bkv * Hkv times head_splits. head_group: how many of them run at a time.
         RAGGED: whether kv_length isn't a multiple of 64, or for dK and dV there is a score mod and
             q_length isn't a multiple of 64.
     """
@@ -696,15 +740,15 @@ def wide_kernel(
     )
     grid = KeyGrid(
         batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
-        kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
-        RAGGED=RAGGED,
+        kv_length=kv_length, tiles=tiles, head_group=head_group, head_splits=head_splits,
+        split_heads=split_heads, GROUP=GROUP, KV_SHARED=KV_SHARED, RAGGED=RAGGED,
     )
     OWN_BLOCK: gl.constexpr = Q_BLOCK if OF_QUERIES else KV_BLOCK
     STEP_BLOCK: gl.constexpr = KV_BLOCK if OF_QUERIES else Q_BLOCK
     call = WideCall(
-        odd=odd_rows if OF_QUERIES else odd_keys, words=words, own_full=own_full.index(0),
-        memory=memory, mask=mask, grid=grid, row_values=row_values if OF_QUERIES else None,
-        padded_length=padded_length, tables=tables,
+        odd=odd_rows if OF_QUERIES else odd_keys, key_sums=key_sums, words=words,
+        own_full=own_full.index(0), memory=memory, mask=mask, grid=grid,
+        row_values=row_values if OF_QUERIES else None, padded_length=padded_length, tables=tables,
         mods=Mods(
             ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
             MASK_MOD=MASK_MOD,
@@ -712,7 +756,7 @@ def wide_kernel(
         gradients=ModGradients(
             totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
         ),
-        OWN_BLOCK=OWN_BLOCK, STEP_BLOCK=STEP_BLOCK,
+        OWN_BLOCK=OWN_BLOCK, STEP_BLOCK=STEP_BLOCK, D=D, DV=DV,
     )
     if OF_QUERIES:
         dq_descs = descriptors(dq, dq_2)

@@ -54,7 +54,7 @@ from anyflex_triton.building import (
 __all__ = ["CudaKernel"]
 
 _SHAPES = 1024
-"""Size of a spec's LRU cache of backward's workspaces, in call shapes."""
+"""Size of a spec's LRU cache of backward's workspaces, in call shapes and devices."""
 
 
 class CudaKernel(TritonKernel):
@@ -159,10 +159,14 @@ class CudaKernel(TritonKernel):
                 return fit.workspace
         if direction == "forward" or self._refused_backward_of(call) is not None:
             return super().workspace(call, direction)
-        ours = self._backward_workspace(call.query.shape, call.key.shape)
+        ours = self._workspace_of(call)
         if not self._portable_gradients:
             return ours
         return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
+
+    def _workspace_of(self, call: Call) -> tuple[TensorSpec, ...]:
+        query, key = call.query, call.key
+        return self._backward_workspace(query.shape, key.shape, query.device)
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
@@ -177,7 +181,7 @@ class CudaKernel(TritonKernel):
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
         if self._refused_backward_of(call) is not None:
             return super()._of_backward(call, out)
-        specs = self._backward_workspace(call.query.shape, call.key.shape)
+        specs = self._workspace_of(call)
         return backward_programs(self._made, self._hopper, call, out, specs)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
@@ -189,7 +193,7 @@ class CudaKernel(TritonKernel):
             # dout is often the expanded gradient of a sum. The copy isn't part of the workspace,
             # which is requested before dout exists.
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
-        ours = self._backward_workspace(call.query.shape, call.key.shape)
+        ours = self._workspace_of(call)
         tensors, rest = grads.workspace[: len(ours)], grads.workspace[len(ours) :]
         grads = Grads(grads.dq, grads.dk, grads.dv, grads.captured, tensors)
         launches, values = hopper_launches(self._made, self._hopper, call, saved, grad, grads)

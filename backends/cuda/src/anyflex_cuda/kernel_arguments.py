@@ -15,7 +15,6 @@ ARGUMENTS = (
     Arguments(("query_2", "key_2", "value_2", "dout_2", "dq_2", "dk_2", "dv_2"), GIVEN,
               "descriptors of the second part of these tensors' columns, or None"),
     Arguments(("dq_sums",), "*fp32", "[B * Hq, padded_length * D / 32, 32], sums of dQ"),
-    Arguments(("odd_keys",), "*i32", "for every 64 keys 1 if some dk or dv is non-finite, else 0"),
     Arguments(("odd_rows",), "*i32", "for every 64 query rows 1 if dq is to be computed again"),
     Arguments(("counter",), "*i32",
               "0 before the launch: number of tiles taken beyond each program's first"),
@@ -31,8 +30,8 @@ ARGUMENTS = (
               "functions of `anyflex_triton.mods` for the loops over steps"),
     # Sizes
     Arguments(("OF_QUERIES",), None, "whether tiles are of query rows, or of keys"),
-    Arguments(("units",), "i32", "number of heads that tiles are of"),
-    Arguments(("padded_length", "padded_keys"), "i32", "lengths, padded to whole tiles"),
+    Arguments(("units",), "i32", "number of heads, or of splits of heads, that tiles are of"),
+    Arguments(("padded_length",), "i32", "L, padded to whole tiles"),
     Arguments(("row_tiles", "key_tiles"), "i32", "elements of odd_rows and odd_keys"),
     Arguments(("row_programs",), "i32", "number of programs, the first ones, that look at rows"),
     Arguments(("TILES",), None, "number of tiles that a program looks at"),

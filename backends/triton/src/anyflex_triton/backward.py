@@ -1,7 +1,8 @@
 """Parts that both passes of backward share: row values, and the gradient of a tile of scores.
 
 backward_keys.py computes dK and dV by key tiles, backward_queries.py dQ and captured gradients by
-query tiles. One program makes each sum, in one order: only captured gradients use atomics.
+query tiles. No sum but captured gradients' depends on the order of programs; only those use
+atomics.
 
 FlashAttention-2's formulas (Dao, 2023): P from lse, dS = P * (dP - delta).
 

@@ -1,4 +1,8 @@
-"""Backward by key tiles, for dK and dV: a program steps over the query rows that see its keys."""
+"""Backward by key tiles, for dK and dV: a program steps over the query rows that see its keys.
+
+Where a KV head has many query heads and there are few tiles, splits of these query heads have
+programs of their own, and `sum_kernel` adds up their float32 sums in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +34,15 @@ from anyflex_triton.tiles import (
     long_steps,
     mask_row,
     next_other_step,
+    nonfinite,
     place_of_tile,
     rows_by_pointers,
     rows_of_steps,
+    store_rows,
+    tensor_at,
 )
 
-__all__ = ["HeadRowValues", "add_to_keys", "key_kernel"]
+__all__ = ["HeadRowValues", "add_to_keys", "key_kernel", "sum_kernel"]
 
 
 @record
@@ -57,6 +64,9 @@ class HeadRowValues:
 
 # Argument lists would be a line an argument.
 # fmt: off
+
+TOGETHER = tl.constexpr(4)
+"""Number of splits that `sum_kernel` loads at a time, before it adds them in order."""
 
 
 @triton.jit
@@ -140,31 +150,45 @@ def add_to_keys(
 
 @triton.jit
 def key_kernel(
-    query, key, value, dout, row_values, query_rows, dout_rows, values_by_row, dk, dv, offsets,
-    ends, runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask_strides,
-    tables, ints, floats, shifts, scale, batch, heads, values_of_head, values_in_all,
-    kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group, READ_ROWS: tl.constexpr,
-    READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
-    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, BESIDE: tl.constexpr, EVEN: tl.constexpr, LOOPED: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, key, value, dout, row_values, query_rows, dout_rows, values_by_row, dk, dv, key_sums,
+    offsets, ends, runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    mask_strides, tables, ints, floats, shifts, scale, batch, heads, values_of_head, values_in_all,
+    kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group, head_splits, split_heads,
+    READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BESIDE: tl.constexpr,
+    EVEN: tl.constexpr, LOOPED: tl.constexpr, FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Compute dK and dV; one program per tile of BLOCK_N keys of a KV head, over all rows that
     read it. Its loops step over query, dout and row_values; DESCRIBED, the kernel itself makes
     descriptors of the first two only.
 
     Args:
+        key_sums: of `sum_kernel`, written instead of dk and dv where KV heads are split; else it
+            and the numbers of splits are None.
         offsets, ends, runs: those of the transposed mask: its rows are key blocks, its runs count
             query blocks.
     """
-    tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
+    streams = GROUP * batch if KV_SHARED else GROUP
+    first_stream = 0
+    if key_sums is None:
+        tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
+        kv_unit = unit
+    else:
+        tile, unit = tile_of_program(
+            tl.program_id(0), tiles, kv_batch_heads * head_splits, head_group,
+        )
+        kv_unit = unit // head_splits
+        first_stream = unit % head_splits * split_heads
+        streams = tl.minimum(first_stream + split_heads, streams)
     # Under causal masks most queries see the first keys.
     tile = tiles - 1 - tile
-    kv_b = unit // kv_heads
-    kv_head = unit % kv_heads
+    kv_b = kv_unit // kv_heads
+    kv_head = kv_unit % kv_heads
     block, first_key, end_key = place_of_tile(tile, kv_length, KV_BLOCK, BLOCK_N, HAS_MASK)
     if first_key >= end_key:
         return
@@ -191,11 +215,10 @@ def key_kernel(
     if LEADS:
         let_next_begin()
 
-    streams = GROUP * batch if KV_SHARED else GROUP
     if LOOPED:
         # Triton 3.6 fails to compile a loop that runs once for Blackwell.
         streams = tl.minimum(streams, batch * heads)
-    for stream in range(streams):
+    for stream in range(first_stream, streams):
         b = stream // GROUP if KV_SHARED else kv_b
         h = kv_head * GROUP + stream % GROUP
         mod_b = b + shifts[0]
@@ -264,7 +287,7 @@ def key_kernel(
         dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
         dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
         few = tl.arange(0, FEW)
-        for stream in range(streams):
+        for stream in range(first_stream, streams):
             b = stream // GROUP if KV_SHARED else kv_b
             h = kv_head * GROUP + stream % GROUP
             mod_b = b + shifts[0]
@@ -289,9 +312,94 @@ def key_kernel(
                         first, few, end, q_length, True, full, WANT_DK, WANT_DV, True, True,
                     )
 
-    if WANT_DV:
-        dv_rows = rows_by_pointers(dv, dv_strides, kv_b, kv_head, layouts, 5, VALUE_DIM, DV)
-        store_parts(dv_rows, keys, end_key, dv_sum, None)
-    if WANT_DK:
-        dk_rows = rows_by_pointers(dk, dk_strides, kv_b, kv_head, layouts, 4, DIM, D)
-        store_parts(dk_rows, keys, end_key, dk_sum, scale)
+    if key_sums is not None:
+        WIDTH: tl.constexpr = D * len(dk_sum) if WANT_DK else 0
+        OF_VALUES: tl.constexpr = DV * len(dv_sum) if WANT_DV else 0
+        rows = key_sums + (unit.to(tl.int64) * kv_length + keys) * (WIDTH + OF_VALUES)
+        if WANT_DK:
+            store_sums(rows, keys < end_key, dk_sum, D)
+        if WANT_DV:
+            store_sums(rows + WIDTH, keys < end_key, dv_sum, DV)
+    else:
+        if WANT_DV:
+            dv_rows = rows_by_pointers(dv, dv_strides, kv_b, kv_head, layouts, 5, VALUE_DIM, DV)
+            store_parts(dv_rows, keys, end_key, dv_sum, None)
+        if WANT_DK:
+            dk_rows = rows_by_pointers(dk, dk_strides, kv_b, kv_head, layouts, 4, DIM, D)
+            store_parts(dk_rows, keys, end_key, dk_sum, scale)
+
+
+@triton.jit
+def store_sums(rows, inside, parts, COLUMNS: tl.constexpr):
+    """Store float32 parts of COLUMNS columns, whose rows begin at the pointers `rows`."""
+    for i in tl.static_range(len(parts)):
+        columns = i * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(rows[:, None] + columns[None, :], parts[i], mask=inside[:, None])
+
+
+@triton.jit
+def sum_gradient(
+    sums, of_split, inside, base, out_strides, rows, end, factor, splits, DIM: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Store the sums of all splits of some rows of a gradient, times `factor` unless that is None.
+    Return int32: 1 if some sum is non-finite.
+
+    Args:
+        sums: pointers to the rows' first split, [rows]. of_split: distance to the next split.
+    """
+    odd = 0
+    for first in tl.static_range(0, DIM, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        there = inside[:, None] & (columns < DIM)[None, :]
+        found = tl.zeros([rows.shape[0], COLUMNS], tl.float32)
+        for some in range(0, splits, TOGETHER):
+            for i in tl.static_range(TOGETHER):
+                places = sums + (some + i) * of_split
+                found += tl.load(
+                    places[:, None] + columns[None, :], mask=there & (some + i < splits),
+                    other=0.0,
+                )
+        odd = tl.maximum(odd, tl.max(tl.max(nonfinite(found).to(tl.int32), 1), 0))
+        if factor is not None:
+            found *= factor
+        store_rows(base, out_strides, rows, end, found, DIM, COLUMNS, UNIT, WIDE, first)
+    return odd
+
+
+@triton.jit
+def sum_kernel(
+    key_sums, dk, dv, odd_keys, dk_strides, dv_strides, scale, kv_heads, kv_length, padded_keys,
+    head_splits, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Add up dK and dV of each KV head's splits, from the first to the last: BLOCK_N keys per
+    program.
+
+    Args:
+        key_sums: float32 [Bkv * Hkv, head_splits, padded_keys, D + DV]; columns of dK before its
+            factor `scale`, then those of dV. D or DV is 0 where the gradient isn't wanted.
+        odd_keys: int32, for every 64 keys, set to 1 where some sum is non-finite; or None.
+    """
+    blocks = tl.cdiv(padded_keys, BLOCK_N)
+    unit = tl.program_id(0) // blocks
+    keys = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = keys < kv_length
+    of_split = padded_keys.to(tl.int64) * (D + DV)
+    sums = key_sums + unit * head_splits * of_split + keys.to(tl.int64) * (D + DV)
+    odd = 0
+    if D > 0:
+        base = tensor_at(dk, dk_strides, unit // kv_heads, unit % kv_heads, UNITS[0])
+        odd = sum_gradient(
+            sums, of_split, inside, base, dk_strides, keys, kv_length, scale, head_splits, DIM,
+            UNITS[0], WIDE, 64 if D > 64 else D,
+        )
+    if DV > 0:
+        base = tensor_at(dv, dv_strides, unit // kv_heads, unit % kv_heads, UNITS[1])
+        odd = tl.maximum(odd, sum_gradient(
+            sums + D, of_split, inside, base, dv_strides, keys, kv_length, None, head_splits,
+            VALUE_DIM, UNITS[1], WIDE, 64 if DV > 64 else DV,
+        ))
+    if odd_keys is not None:
+        at = odd_keys + tl.program_id(0) * BLOCK_N // 64
+        tl.atomic_max(at, odd, mask=odd > 0, sem="relaxed")

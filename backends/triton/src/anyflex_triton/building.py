@@ -34,7 +34,10 @@ from anyflex_triton.backward_call import (
     backward_values,
     expected_backward,
     integer_specs,
+    key_sums_specs,
     row_values_launch,
+    split_arguments,
+    sums_launch,
 )
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
@@ -94,6 +97,7 @@ __all__ = [
     "expected_backward",
     "integer_specs",
     "key_head_group",
+    "key_sums_specs",
     "launch_all",
     "layout_like",
     "layout_of",
@@ -107,6 +111,8 @@ __all__ = [
     "pointer_type",
     "row_values_launch",
     "source_for",
+    "split_arguments",
+    "sums_launch",
     "types_of",
     "wanted_outputs",
     "with_rows",

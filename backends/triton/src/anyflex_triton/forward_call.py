@@ -35,6 +35,7 @@ from anyflex_triton.warm_up import current_target
 __all__ = [
     "NeededNext",
     "compile_with_next",
+    "cores",
     "launch_decode",
     "launch_prefill",
     "packed_heads",
@@ -77,7 +78,7 @@ def splits_of(spec: Spec, call: Call) -> Splits:
     batch, heads, length = call.query.shape[:3]
     units = batch * (heads // packed_heads(spec, call))
     # Rounded down: a last wave of few programs costs more than multiprocessors with one program.
-    wanted = _PROGRAMS_A_CORE * _cores(call.query.device) // max(units, 1)
+    wanted = _PROGRAMS_A_CORE * cores(call.query.device) // max(units, 1)
     number = max(1, min(wanted, call.key.shape[2] // _LEAST_SPLIT))
     parts = batch * heads * length * number
     values = parts * spec.value_head_dim
@@ -85,7 +86,7 @@ def splits_of(spec: Spec, call: Call) -> Splits:
 
 
 @lru_cache
-def _cores(device: torch.device) -> int:
+def cores(device: torch.device) -> int:
     """Return the number of an accelerator's multiprocessors, or of its vendor's equivalent."""
     if device.type == "cpu":
         return 2

@@ -16,13 +16,17 @@ from anyflex_triton.backward_call import (
     backward_values,
     expected_backward,
     integer_specs,
+    key_columns,
+    key_sums_specs,
     keys_launch,
     queries_launch,
     rows_launch,
+    sums_launch,
     total_launches,
 )
 from anyflex_triton.configs import Config, KernelName
 from anyflex_triton.forward_call import (
+    cores,
     launch_decode,
     launch_prefill,
     packed_heads,
@@ -85,8 +89,8 @@ class TritonKernel(Kernel):
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
         """Return the workspace: the splits' results for decoding, and finer runs of the mask for
-        each other kernel that takes them. Backward's holds row values, and integers that add up
-        captured tensors' gradients."""
+        each other kernel that takes them. Backward's holds row values, the sums of dK and dV
+        of split KV heads, and integers that add up captured tensors' gradients."""
         if direction == "backward":
             batch, heads, length = call.query.shape[:3]
             # Each head's values begin at a multiple of 16 bytes. The gradient of value alone needs
@@ -95,6 +99,7 @@ class TritonKernel(Kernel):
             rows = TensorSpec((planes, batch, heads, -(-length // 4) * 4), torch.float32)
             return (
                 rows,
+                *self._key_sums_specs(call),
                 *self._finer_specs(call, "keys"),
                 *self._finer_specs(call, "queries"),
                 *integer_specs(self._made, call),
@@ -108,6 +113,19 @@ class TritonKernel(Kernel):
             return (TensorSpec((splits_of(self.spec, call).size,), torch.float32),)
 
         return self._made.kept(call, "anyflex_triton.splits", make)
+
+    def _key_sums_specs(self, call: Call) -> tuple[TensorSpec, ...]:
+        """Return `key_sums_specs`, if the spec's gradients need it."""
+        columns = sum(key_columns(self.spec).values())
+        if not columns:
+            return ()
+
+        def make() -> tuple[TensorSpec, ...]:
+            query, key = call.query.shape, call.key.shape
+            tile = self._made.config("keys").block_n
+            return key_sums_specs(query, key, tile, key[2], columns, cores(call.query.device))
+
+        return self._made.kept(call, "anyflex_triton.key_sums", make)
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """Return `finer_specs` of a kernel, if the spec's gradients need it."""
@@ -172,6 +190,7 @@ class TritonKernel(Kernel):
         parts = self.fixed_parts(call, saved, grad, grads)
         values = backward_values(made, call, saved, grad, grads)
         row_values, *rest = grads.workspace
+        key_sums = rest.pop(0) if self._key_sums_specs(call) else None
         keys_end = len(self._finer_specs(call, "keys"))
         queries_end = keys_end + len(self._finer_specs(call, "queries"))
         for_keys, for_queries = rest[:keys_end], rest[keys_end:queries_end]
@@ -184,10 +203,12 @@ class TritonKernel(Kernel):
             )
             return [*before, first, *queries]
         rows, before_keys = rows_for(made, call, "keys", for_keys)
-        of_keys = with_rows(values, rows)
+        of_keys = with_rows({**values, "key_sums": key_sums}, rows)
 
         def keys(config: Config) -> Launch:
-            make = partial(keys_launch, made, call, grad.dout, row_values, grads, rows, config)
+            make = partial(
+                keys_launch, made, call, grad.dout, row_values, grads, key_sums, rows, config
+            )
             key = ("keys", config, None if rows is None else rows.block_size)
             return kept_launch(parts, key, make).launch(of_keys)
 
@@ -197,7 +218,11 @@ class TritonKernel(Kernel):
             call, values, grads, for_queries, integers, until_keys, parts, follows_keys=True
         )
         # No other launch may stand between launches that overlap.
-        return [*before, *until_keys, *queries]
+        launches = [*before, *until_keys, *queries]
+        if key_sums is not None:
+            add = partial(sums_launch, made, call, grads, key_sums, key_columns(self.spec))
+            launches.append(kept_launch(parts, "sums", add).launch(of_keys))
+        return launches
 
     def query_launches(
         self,

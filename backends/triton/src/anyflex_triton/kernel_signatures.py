@@ -59,6 +59,7 @@ __all__ = [
     "Programs",
     "beside",
     "call_sizes",
+    "columns_of_part",
     "heads_at_a_time",
     "kept_of",
     "key_head_group",
@@ -596,17 +597,20 @@ def heads_at_a_time(bytes_of_head: int, most: int | None = _HEADS_AT_A_TIME) -> 
     return held if most is None else min(held, most)
 
 
-def key_head_group(call: Call, more: int = 0) -> int:
-    """Return the number of KV heads that run at a time where tiles are of keys. A program takes
-    the query heads that share a KV head one after the other, with their rows of query and dout.
+def key_head_group(call: Call, more: int = 0, splits: int = 1) -> int:
+    """Return the number of KV heads, or of their splits, that run at a time where tiles are of
+    keys. A program takes the query heads that share a KV head one after the other, with their rows
+    of query and dout.
 
     Args:
         more: bytes of a query row that its tiles share beside query and dout.
+        splits: number of splits of a KV head.
     """
     query, key, value = call.query, call.key, call.value
     bytes_of_row = (query.shape[3] + value.shape[3]) * query.dtype.itemsize + more
     # Kernels multiply it by a head's tiles, in 32 bits.
-    return min(heads_at_a_time(query.shape[2] * bytes_of_row), key.shape[0] * key.shape[1])
+    units = key.shape[0] * key.shape[1] * splits
+    return min(heads_at_a_time(query.shape[2] * bytes_of_row), units)
 
 
 def _described_types(spec: Spec) -> dict[str, Types]:
