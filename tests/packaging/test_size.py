@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CAPABILITIES = {
+    "gradients of few KV heads by many programs": 390,
+    "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
+}
+"""Lines that came with what the sources couldn't do when they had at most 68,000."""
 LIMITS = {
     (
         "core",
@@ -15,7 +20,7 @@ LIMITS = {
         "backends/triton",
         "backends/xpu",
         "plugins",
-    ): 68_000,
+    ): 68_000 + sum(CAPABILITIES.values()),
     ("backends/mps",): 5_300,
 }
 """Maximum number of lines of folders together. What a new backend brings is counted apart."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,11 @@ def test_core_s_evaluation_passes_with_every_operation() -> None:
     [
         ("floordiv", lambda value: value + 1, "floordiv i64: of [0, 1] is 1, wanted 0"),
         ("exp", lambda value: value * (1 + 1e-4), "exp f32: of "),
+        (
+            "exp2",
+            lambda value: value.nan_to_num(math.nan, posinf=7.0),
+            "exp2 f32: of [1000.0] is 7.0, wanted inf",
+        ),
         ("neg", lambda value: value.abs() if value.dtype is torch.bfloat16 else value, "neg b"),
         ("lt", lambda value: value.int(), "lt f32: has type torch.int32, wanted torch.bool"),
         ("cast", lambda value: value + (value.dtype is torch.int8), "cast bool to i8: of [False]"),
