@@ -93,7 +93,7 @@ test-clang:
 metal-compiler:
 	@bash scripts/metal_compiler.sh
 
-# Some 40 minutes on two cores. ARGS goes to the kits: ARGS="--variant races-random --case 'decode/*'".
+# Half an hour on two cores. ARGS goes to the kits: ARGS="--variant races-random --case 'decode/*'".
 test-metal:
 	$(READY) test
 	@cd backends/mps && CI=1 ANYFLEX_SOAK=1 ../../$(RUN) -m pytest -q -n 2 -m "not mps"
