@@ -28,6 +28,10 @@ _HEADS = 64
 """Target number of query heads, over all batch entries, of the checked call. With this many it has
 more tiles than a GPU has multiprocessors, as the measured calls have; calls with fewer may run
 other kernels."""
+_KEY_BLOCK = 128
+_UNSPLIT = 264
+"""Number of such blocks of keys, over all KV heads and batch entries, from which no GPU's backward
+splits the query heads of a KV head over programs."""
 _DRAWN_ON_HOST = 1 << 22
 """Elements up to which random numbers are drawn on the host, the same for every device."""
 _PAIRS = 1 << 24
@@ -95,10 +99,14 @@ class BenchCase:
         ratio = heads // kv_heads
         few = min(kv_heads, max(_HEADS // 2 // ratio, 1))
         entries = min(batch, max(_HEADS // (few * ratio), 1))
+        length = min(kv_length, _SMALL)
+        grouped = ratio > 1 and self.directions != ("forward",)
+        if grouped and batch * kv_heads * -(-kv_length // _KEY_BLOCK) >= _UNSPLIT:
+            entries = -(-_UNSPLIT // (few * -(-length // _KEY_BLOCK)))
         return dataclasses.replace(
             self,
             q_shape=(entries, few * ratio, min(q_length, _SMALL), width),
-            kv_shape=(entries, few, min(kv_length, _SMALL), width),
+            kv_shape=(entries, few, length, width),
         )
 
     def flops(self, direction: Direction, share: float) -> float:
