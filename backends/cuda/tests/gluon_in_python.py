@@ -32,10 +32,23 @@ from anyflex_cuda import kernel_records, mask_select_ptx
 from anyflex_triton import operations
 from anyflex_triton.records import record
 
-__all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
+__all__ = [
+    "Box",
+    "NotInSource",
+    "Pointer",
+    "Stuck",
+    "in_numpy",
+    "mod_in_python",
+    "run_kernel",
+    "runs_of",
+]
 
 _LIMIT = 20_000
 """Maximum number of consecutive steps without progress of any thread."""
+
+
+class NotInSource(Exception):
+    """Raised where a piece to change is no longer in the kernel."""
 
 
 class Stuck(AssertionError):
@@ -755,12 +768,14 @@ def run_kernel(
         given: other imported objects by name.
 
     Raises:
+        NotInSource: the piece isn't in the source.
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
     device = Device(seed, programs)
     records = (anyflex_triton.kernel_records, kernel_records)
     bodies = [(source, _body_of(source)) for source in (*records, *more, module)]
-    assert any(changed[0] in body for _, body in bodies), f"not in the source: {changed[0]}"
+    if not any(changed[0] in body for _, body in bodies):
+        raise NotInSource(changed[0])
 
     def init(barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count

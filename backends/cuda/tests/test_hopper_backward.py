@@ -175,19 +175,22 @@ WAIT = "tma.store_wait(0)"
 LAST_DQ = """            if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
 """
+LOADED = "# halves of the keys: the next tile may be loaded.\n"
 COMMENT = (
-    "            # dV has left, and all of this consumer's warps have the dQ that reads both "
-    "halves of\n            # the keys: the next may come.\n"
+    "            # TMA has stored dV, and all of this consumer's warps have the dQ that reads "
+    "both\n"
+    f"            {LOADED}"
 )
+OWN_DK = "            if not SPLIT:\n                dk_tile"
 FREE = f"""            {WAIT}
             mbarrier.arrive(keys.empty, count=1)
 """
 
 
 PIECES = [
-    (f"# the keys: the next may come.\n            {WAIT}", "pass"),
-    (f"{WAIT}\n            dk_tile", "pass\n            dk_tile"),
-    (f"# The one before has left this buffer.\n    {WAIT}", "pass"),
+    (f"{LOADED}            {WAIT}", "pass"),
+    (f"{WAIT}\n{OWN_DK}", f"pass\n{OWN_DK}"),
+    (f"# Wait until TMA has read the previous dQ from this buffer.\n    {WAIT}", "pass"),
     (f"index = said(keys.words, 0)\n    {WAIT}", "index = said(keys.words, 0)"),
     (f"k_tiles.index(ME))\n            {WAIT}", "k_tiles.index(ME))"),
     ("reinterpret(dq_tiles.index(ME)", "reinterpret(dq_tiles.index(1 - ME)"),

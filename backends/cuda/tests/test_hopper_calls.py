@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import in_numpy, mod_in_python, run_kernel
+from gluon_in_python import NotInSource, in_numpy, mod_in_python, run_kernel
 from recording import OnHopper, check_half_outputs, recording
 from scripts_beside import SOAK
 
@@ -337,7 +337,7 @@ READ_EARLY = [
      "inputs.b - mods.shifts[0], inputs.h - mods.shifts[1], keys +"),
     ("documents of batch, away", "READ_ROWS(mod_b,", "READ_ROWS(b,"),
     ("slopes", "READ_ROWS(mod_b, mod_h,", "READ_ROWS(mod_b, h,"),
-    ("documents", "if reads.READ_ROWS is not None:", "if False:"),
+    ("documents", "if call.READ_ROWS is not None:", "if False:"),
     ("columns without a mask", "    if ALWAYS:\n", "    if False:\n"),
 ]  # fmt: skip
 LOOPS = [
@@ -375,6 +375,7 @@ def test_without_a_piece_of_it_a_call_fails(name: str, piece: str, instead: str)
         case = replace(CASES[name], cores=1 + seed % 2)
         try:
             check(case, (piece, instead), seed)
-        except (AssertionError, PluginError):
+        except (AssertionError, PluginError) as error:
+            assert not isinstance(error.__cause__, NotInSource), piece
             return
     pytest.fail("every seed gave the right outputs")

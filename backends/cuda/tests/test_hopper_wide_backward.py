@@ -232,7 +232,7 @@ PIECES = [
     ("return steps, grid.kv_length // STEP", "return steps, steps"),
     ("tile // TILES_A_BLOCK", "tile"),
     ("(bh, 3 * grid.batch * grid.heads + bh)", "(bh, bh)"),
-    ("acc = all_inside(acc, own_first, grid.q_length)", "pass"),
+    ("acc = all_inside(acc, own_first, call.grid.q_length)", "pass"),
 ]
 
 
