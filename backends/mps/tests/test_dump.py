@@ -33,7 +33,7 @@ UNIFORM = {"barrier-in-branch", "early-return"}
 reports a barrier that only some threads reach."""
 
 TEXTS = texts_of(SPECS)
-CHECKED = list(TEXTS) if SOAK else list(TEXTS)[::6]
+CHECKED = list(TEXTS) if SOAK else list(TEXTS)[::12]
 
 
 @pytest.mark.parametrize("name", CHECKED)

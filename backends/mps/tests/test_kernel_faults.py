@@ -19,7 +19,7 @@ from anyflex.testing import posing
 from anyflex_mps.dump import SPECS, texts_of
 from anyflex_mps.shaders import CompileShader
 
-SHARE = 1 if SOAK else 4
+SHARE = 1 if SOAK else 8
 """One of this many swapped indices and bounds is seeded."""
 
 

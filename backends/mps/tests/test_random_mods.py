@@ -18,7 +18,7 @@ expressions = pytest.importorskip(
     "tests.spellings.expressions", reason="run from the repository's root"
 )
 
-COUNT = 400 if SOAK else 30
+COUNT = 400 if SOAK else 12
 PAIRS = 160
 SIZE = expressions.SIZE
 SHARE = 0.05
