@@ -391,6 +391,17 @@ def test_quotients_of_indices_are_exact_where_a_step_follows() -> None:
         assert torch.equal(found, (case.inputs["q_idx"] / divisor).floor())
 
 
+@pytest.mark.parametrize("step", ["floor f32 2 -", "cast i32 2 -;cast f32 3 -"])
+@pytest.mark.parametrize("divisor", [41.0, 47.0, 49.0])
+def test_quotients_of_scores_are_exact_where_a_step_follows(step: str, divisor: float) -> None:
+    last = 2 + len(step.split(";"))
+    graph = parse_graph(f"input f32 - score;number f32 - f0;truediv f32 0,1 -;{step};={last}")
+    case = ModCase(pairs(), graph, floats=[divisor])
+    case.inputs["score"] = (torch.arange(len(case.inputs["score"])) % 9) * divisor
+    found, *_ = case.run()
+    assert torch.equal(found, torch.arange(len(found)) % 9 * 1.0)
+
+
 def test_a_score_is_divided_by_what_differs_within_a_tile() -> None:
     graph = parse_graph("input f32 - score;input i64 - kv_idx;load f32 1 0;truediv f32 0,2 -;=3")
     assert "1.0f /" not in mods_source(spec_of(graph, None, [torch.ones(80)], []))

@@ -341,15 +341,35 @@ def _power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     return _plain(text)(program, node, operands)
 
 
+_STEPS = {
+    "floor", "ceil", "round", "trunc", "floordiv", "mod", "fmod", "sign",
+    "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
+
+
+def _of_scores(program: ModProgram, node: Node) -> bool:
+    return bool(program.needs[node] & {"score", "grad"})
+
+
+def _steps(program: ModProgram, node: Node) -> bool:
+    """Whether a small change of a score may change the node's result by a whole step."""
+    is_step = node.operation in _STEPS or (
+        node.operation == "cast" and not node.dtype.is_floating_point
+    )
+    operands = (program.nodes[place] for place in node.arguments)
+    return is_step and any(_of_scores(program, operand) for operand in operands)
+
+
 def _true_division(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     """Emit a product where the divisor is the same for the whole tile, as in a soft cap: its
     reciprocal leaves the loops, and a division takes some ten instructions.
 
-    What depends on indices alone may be a step function's, which must be exact where torch is,
-    like q_idx / 3 at 6.
+    A step function's operand must be exact where torch is, like q_idx / 3 at 6, or score / 41 at
+    82: indices may be one's, and scores are where the mod has one.
     """
     divisor = program.nodes[node.arguments[1]]
-    if program.needs[divisor] or not program.needs[node] & {"score", "grad"}:
+    exact = not _of_scores(program, node) or any(_steps(program, each) for each in program.nodes)
+    if program.needs[divisor] or exact:
         return _plain("{0} / {1}")(program, node, operands)
     inverse = program.emit(f"1.0f / {operands[1]}", "float")
     return _plain("{0} * {1}")(program, node, (operands[0], inverse))
