@@ -19,8 +19,10 @@ from anyflex.testing import posing
 from anyflex_mps.dump import SPECS, texts_of
 from anyflex_mps.shaders import CompileShader
 
-SHARE = 1 if SOAK else 8
-"""One of this many swapped indices and bounds is seeded."""
+SEEDED = dict.fromkeys(
+    FAULTS if SOAK else [*{fault.kernel: fault for fault in FAULTS}.values(), *FAULTS[::8]]
+)
+"""Swapped indices and bounds that are seeded: without `SOAK` an eighth, and one of each kernel."""
 
 
 def finding(call: str, change: Callable[[str], str], schedule: str = "forward") -> object:
@@ -71,7 +73,7 @@ def test_kernels_without_a_fault_are_right_and_unreported(call: str) -> None:
 
 def test_every_barrier_of_every_kernel_is_known() -> None:
     for text in texts_of(SPECS).values():
-        # tests/test_forward_matmul.py takes their barriers away.
+        # test_forward_matmul.py and test_matmul_test.py take their barriers away.
         if kernel_of(text) in ("forward_matmul", "matmul_test"):
             continue
         places = places_of(text)
@@ -115,7 +117,7 @@ def test_what_a_fault_replaces_is_in_its_kernel() -> None:
         assert changed, fault
 
 
-@pytest.mark.parametrize("fault", FAULTS[::SHARE], ids=lambda each: f"{each.kernel}: {each.name}")
+@pytest.mark.parametrize("fault", list(SEEDED), ids=lambda each: f"{each.kernel}: {each.name}")
 def test_a_swapped_index_or_bound_is_found(fault: Fault) -> None:
     change, changed = seeded(fault)
     found = finding(fault.call, change)

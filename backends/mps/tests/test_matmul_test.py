@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import compile_shader
+from emulator import KernelFault, compile_shader
 from emulator.lint import conversions, findings
 from matrix_units import Shuffled
-from tensor_kernel import shuffled
+from tensor_kernel import BARRIER, shuffled
 
 import anyflex
 from anyflex.plugin import ArgumentError, isolated, register
 from anyflex.testing import posing
-from anyflex_mps.matmul_test import broken_products, matmul_test_shader
+from anyflex_mps.matmul_test import _integers, broken_products, matmul_test_shader
 from anyflex_mps.self_test import SelfTest
 from anyflex_mps.shaders import CompileShader, Shaders
 
@@ -44,6 +44,19 @@ def test_its_source_keeps_the_rules(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("race", [False, True])
 def test_right_units_pass(dtype: torch.dtype, race: bool) -> None:
     assert broken(dtype, lambda source: shuffled(source, race=race)) == []
+
+
+@pytest.mark.parametrize(("rows", "columns", "of"), [(32, 64, 67), (32, 32, 37), (32, 48, 53)])
+def test_rows_and_columns_of_its_operands_all_differ(rows: int, columns: int, of: int) -> None:
+    made = _integers(rows, columns, of)
+    assert made.unique(dim=0).shape[0] == rows and made.unique(dim=1).shape[1] == columns
+
+
+def test_its_barrier_is_needed() -> None:
+    text = matmul_test_shader(torch.float16).text
+    assert text.count(BARRIER) == text.count("barrier(") == 1
+    with pytest.raises(KernelFault, match="matmul_test: data race on threadgroup memory"):
+        broken(torch.float16, lambda source: shuffled(source.replace(BARRIER, ""), race=True))
 
 
 STORED = "sum[tile_row * 48 + column] = acc[i];"

@@ -1,4 +1,4 @@
-"""Self test of products on matrix units: the shapes and modes that `forward_matmul` uses.
+"""Self test of products on matrix units: the modes that `forward_matmul` uses, at two shapes.
 
 All numbers are integers, so that no order of summation rounds, and sums need more bits than a
 float16, bfloat16 or TF32 number has: units that keep fewer than float32's are found.
@@ -115,8 +115,8 @@ def broken_products(kernel: Any, dtype: torch.dtype, device: torch.device) -> li
         dtype: of its operands.
         device: where tensors are.
     """
-    a, b = _integers(_ROWS, _DEPTH, 31), _integers(_KEYS, _DEPTH, 29)
-    p, v = _integers(_ROWS, _KEYS, 23), _integers(_KEYS, _COLUMNS, 27)
+    a, b = _integers(_ROWS, _DEPTH, 67), _integers(_KEYS, _DEPTH, 71)
+    p, v = _integers(_ROWS, _KEYS, 37), _integers(_KEYS, _COLUMNS, 53)
     product, sum_ = (
         torch.full((_ROWS, columns), float("nan"), dtype=torch.float32, device=device)
         for columns in (_KEYS, _COLUMNS)
@@ -135,7 +135,8 @@ def broken_products(kernel: Any, dtype: torch.dtype, device: torch.device) -> li
 
 
 def _integers(rows: int, columns: int, of: int) -> Tensor:
-    """Return a matrix of integers whose rows and columns all differ, from -of/2 to of/2."""
+    """Return a matrix of integers whose rows and columns all differ, from -of/2 to of/2; `of` is a
+    prime above the numbers of both."""
     # The user may have set torch's default dtype and device.
     i = torch.arange(rows, dtype=torch.float32, device="cpu")[:, None]
     j = torch.arange(columns, dtype=torch.float32, device="cpu")
