@@ -31,8 +31,8 @@ _ENTRIES = 18
 """Number of batch entries: 144 tiles of 128 rows or keys, or of up to 192 rows, are more than the
 132 multiprocessors of a Hopper, so that some take a second tile."""
 _GROUPED_HEADS = 8
-"""Number of KV heads where query heads share them: 288 tiles of keys are too many for backward to
-split a KV head's query heads over programs, as in measured calls that have as many."""
+"""Number of KV heads where query heads share them and the measured call doesn't split them over
+programs: 288 tiles of keys are too many for that."""
 _MULTIPROCESSORS = 132
 _LEAST_ROWS = 64
 """Minimum rows of a tile: calls whose tiles of this height don't outnumber the multiprocessors
@@ -89,9 +89,8 @@ def _shrunk(case: BenchCase, direction: Direction) -> PresetCall:
         kv_length //= _SHORTER
     else:
         many = batch * heads * -(-q_length // _LEAST_ROWS) > _MULTIPROCESSORS
-        unsplit = batch * kv_heads * -(-kv_length // 128) >= 2 * _MULTIPROCESSORS
         batch, kv_heads = _ENTRIES if many else 1, max(_HEADS // group, 1)
-        if group > 1 and direction != "forward" and unsplit:
+        if group > 1 and direction != "forward" and not case.splits_query_heads():
             kv_heads = _GROUPED_HEADS
         q_length, kv_length = min(q_length, _LENGTH), min(kv_length, _LENGTH)
     return PresetCall(

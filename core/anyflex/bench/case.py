@@ -28,10 +28,10 @@ _HEADS = 64
 """Target number of query heads, over all batch entries, of the checked call. With this many it has
 more tiles than a GPU has multiprocessors, as the measured calls have; calls with fewer may run
 other kernels."""
-_KEY_BLOCK = 128
-_UNSPLIT = 264
-"""Number of such blocks of keys, over all KV heads and batch entries, from which no GPU's backward
-splits the query heads of a KV head over programs."""
+_FEW_TILES, _SOME_TILES, _MANY_ROWS = 231, 528, 32768
+"""On a GPU with 132 multiprocessors backward splits the query heads of a KV head over programs
+where all KV heads together have fewer tiles of keys than the first number, or no more than the
+second and as many query rows a KV head as the third."""
 _DRAWN_ON_HOST = 1 << 22
 """Elements up to which random numbers are drawn on the host, the same for every device."""
 _PAIRS = 1 << 24
@@ -101,13 +101,24 @@ class BenchCase:
         entries = min(batch, max(_HEADS // (few * ratio), 1))
         length = min(kv_length, _SMALL)
         grouped = ratio > 1 and self.directions != ("forward",)
-        if grouped and batch * kv_heads * -(-kv_length // _KEY_BLOCK) >= _UNSPLIT:
-            entries = -(-_UNSPLIT // (few * -(-length // _KEY_BLOCK)))
+        if grouped and not self.splits_query_heads():
+            entries = -(-_FEW_TILES // (few * -(-length // self._keys_of_tile())))
         return dataclasses.replace(
             self,
             q_shape=(entries, few * ratio, min(q_length, _SMALL), width),
             kv_shape=(entries, few, length, width),
         )
+
+    def splits_query_heads(self) -> bool:
+        """Return whether backward splits the query heads of a KV head on a GPU that has as many
+        multiprocessors as a Hopper."""
+        (batch, heads, q_length, _), (_, kv_heads, kv_length, _) = self.q_shape, self.kv_shape
+        tiles = batch * kv_heads * -(-kv_length // self._keys_of_tile())
+        rows = heads // kv_heads * q_length
+        return tiles < _FEW_TILES or (tiles <= _SOME_TILES and rows >= _MANY_ROWS)
+
+    def _keys_of_tile(self) -> int:
+        return 128 if max(self.q_shape[3], self.v_shape[3]) <= 128 else 64
 
     def flops(self, direction: Direction, share: float) -> float:
         """Floating-point operations of the products at live pairs: two of them forward, five

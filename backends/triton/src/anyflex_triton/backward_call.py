@@ -223,8 +223,9 @@ def key_sums_specs(
     is empty where they aren't.
 
     A KV head is split where it has several query heads, and all KV heads together have fewer tiles
-    than would keep all multiprocessors busy. The splits follow from the shapes and the number of
-    multiprocessors alone, and their sums are added up in order, so results repeat bit for bit.
+    than would keep all multiprocessors busy, or splits have `_ROWS_OF_SPLIT` rows. The splits
+    follow from the shapes and the number of multiprocessors alone, and their sums are added up in
+    order, so results repeat bit for bit.
 
     Args:
         query, key: shapes.
