@@ -334,6 +334,7 @@ def test_a_forced_backend_that_refuses_late_is_not_told_as_the_chosen_one(
     result = command(*SMALL, "--backend", "cpu", "--json")
     assert result.code == ExitCode.NOT_RUN
     facts = json.loads(result.out)
+    assert facts["trace"][0]["distribution"]
     assert facts["backend"] is None and "no registers left" in facts["problem"]
     assert [line["outcome"] for line in facts["trace"]] == ["refuses", "accepts"]
 

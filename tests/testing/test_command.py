@@ -80,9 +80,10 @@ def test_failed_from_runs_what_failed_in_a_report(
     capsys.readouterr()
     assert run("cpu.dense", "--failed-from", str(again)) == ExitCode.USAGE
     assert "no case failed in" in capsys.readouterr().err
-    again.write_text("{}")
-    assert run("cpu.dense", "--failed-from", str(again)) == ExitCode.USAGE
-    assert "is no report of" in capsys.readouterr().err
+    for text in ("{}", '{"schema": "anyflex-conformance-1"}'):
+        again.write_text(text)
+        assert run("cpu.dense", "--failed-from", str(again)) == ExitCode.USAGE
+        assert "is no report of" in capsys.readouterr().err
 
 
 def test_a_pattern_that_fits_nothing_does_not_stop_the_others(
@@ -216,6 +217,9 @@ def test_the_cases_are_listed_without_a_backend(capsys: pytest.CaptureFixture[st
     assert [line.split()[0] for line in lines] == [
         name for name in every_case() if name.startswith("options/")
     ]
+    both = ["--case", "options/*", "--case", "nosuch/*"]
+    assert main(["conformance", "--list", *both]) == ExitCode.USAGE
+    assert capsys.readouterr().out.splitlines() == lines
     not_quick = [line.split()[0] for line in lines if " quick " not in line]
     assert not_quick == ["options/together"]
 

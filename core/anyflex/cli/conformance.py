@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         raise WrongUsage("--list makes no report: leave out --json and --html")
     if args.list:
         print("\n".join(_listed(chosen)))
-        return ExitCode.OK
+        return ExitCode.USAGE if unmatched else ExitCode.OK
     if args.backend is None:
         raise WrongUsage("--backend NAME is needed; `anyflex doctor` lists the names")
     if not 0 <= args.timeout <= _LONGEST:

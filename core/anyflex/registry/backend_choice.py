@@ -329,8 +329,9 @@ def explain_selection(
     for entry in choice.candidates:
         answer = choice.ask(entry)
         line = answer.line
-        if failed is not None and entry.name in failed:
-            line = failed[entry.name]
+        if failed is not None and entry.name in failed and answer.decision is not None:
+            late = failed[entry.name]
+            line = dataclasses.replace(line, outcome=late.outcome, reason=late.reason)
         elif chosen is None and answer.decision is not None:
             chosen = answer
             line = dataclasses.replace(line, outcome="chosen")
