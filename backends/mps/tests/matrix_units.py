@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from emulated_backend import Emulated
+from emulated_backend import Emulated, schedule_in_force
 from tensor_kernel import shuffled
 
 from anyflex.plugin import Artifacts, Call, Kernel, Outputs, Spec, TensorSpec
@@ -21,7 +21,7 @@ class Shuffled(Emulated):
     """Runs kernels in the race build, results of products in a layout at random."""
 
     def compile_shader(self) -> CompileShader:
-        return partial(shuffled, race=True)
+        return partial(shuffled, race=True, schedule=schedule_in_force)
 
 
 class Forced(Shuffled):

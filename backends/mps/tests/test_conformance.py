@@ -5,18 +5,11 @@ The order of threads is drawn by the case's name: a case that failed fails again
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
-from emulated_backend import SCHEDULE, Emulated
-from emulator import SCHEDULES
+from emulated_backend import SCHEDULE, Emulated, drawn_schedule
 
 from anyflex.testing import Conformance
-
-
-def drawn(case: str) -> str:
-    return SCHEDULES[zlib.crc32(case.encode()) % len(SCHEDULES)]
 
 
 def test_kernels_run_in_the_order_that_the_variable_names(
@@ -48,4 +41,4 @@ class TestEmulated(Conformance):
     @pytest.fixture(autouse=True)
     def schedule(self, conformance_case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # A variable: the processes that a case starts inherit it.
-        monkeypatch.setenv(SCHEDULE, drawn(conformance_case))
+        monkeypatch.setenv(SCHEDULE, drawn_schedule(conformance_case))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from emulated_backend import SCHEDULE
+from emulator import SCHEDULES, Numerics
 from matrix_units import Shuffled
 from soak import SOAK
 from tensor_kernel import BARRIER, shuffled
@@ -148,7 +151,8 @@ def mods(seed: int, rows: int, keys: int, heads: int) -> tuple[list[Mod | None],
 
 
 @pytest.mark.parametrize("seed", range(100 if SOAK else 6))
-def test_a_random_call(seed: int) -> None:
+def test_a_random_call(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SCHEDULE, SCHEDULES[seed % len(SCHEDULES)])
     make = random.Random(seed)
     heads, ratio, batch = make.choice([1, 2]), make.choice([1, 2, 3]), make.choice([1, 2])
     lengths = make.choice([65, 75, 96, 130]), make.choice([1, 9, 33, 64, 130])
@@ -244,6 +248,19 @@ def computed(backend: type[Shuffled]) -> tuple[Tensor, Tensor]:
             *tensors, None, mask, enable_gqa=True, kernel_options=MPP, backend="mps"
         )
     return out, dense(tensors, None, masks.causal())[0]
+
+
+@pytest.mark.parametrize(
+    "numerics",
+    [Numerics(flush_denormals=True), Numerics(ulps=4), Numerics(reversed_sums=True)],
+    ids=["denormals flushed", "inexact", "sums reversed"],
+)
+def test_other_arithmetic_is_right_too(numerics: Numerics) -> None:
+    class Other(Shuffled):
+        def compile_shader(self) -> CompileShader:
+            return partial(shuffled, numerics=numerics)
+
+    near(*computed(Other), 6e-3)
 
 
 @pytest.mark.parametrize("removed", range(BARRIERS))

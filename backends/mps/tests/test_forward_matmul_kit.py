@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
+from emulated_backend import SCHEDULE, drawn_schedule
 from matrix_units import Forced, Shuffled
 from soak import SOAK
 
@@ -31,6 +33,10 @@ class TestOnMatrixUnits(Conformance):
             "large_scores/raised", "run_time/index_offsets",
         )
     )  # fmt: skip
+
+    @pytest.fixture(autouse=True)
+    def schedule(self, conformance_case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(SCHEDULE, drawn_schedule(conformance_case))
 
 
 class InHalves(Shuffled):
