@@ -313,7 +313,7 @@ static ALWAYS_INLINE void touch(const void* address, uint bytes, bool write, con
 typedef uint eight __attribute__((ext_vector_type(8)));
 typedef uint eight_anywhere __attribute__((ext_vector_type(8), aligned(4)));
 
-// Which lane holds each granule of an 8x8 matrix: by whether rows or columns lie together in
+// The lane that holds each granule of an 8x8 matrix: by whether rows or columns lie together in
 // memory, by the exponent of an element's granules, and by row or column.
 static uint lanes_of_rows[2][3][8][32];
 

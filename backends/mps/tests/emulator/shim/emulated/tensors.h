@@ -1,8 +1,8 @@
 // Metal 4's tensors in memory, and of Metal Performance Primitives the product of two of them whose
 // result is a cooperative tensor.
 //
-// Which elements of a cooperative tensor a thread holds is left open: here they are shuffled, as
-// EMULATED_TENSOR_LAYOUT says, and some slots hold none. Apple's own assertions are repeated.
+// Metal leaves open which elements of a cooperative tensor a thread holds: here they are shuffled,
+// as EMULATED_TENSOR_LAYOUT says, and some slots hold none. Apple's own assertions are repeated.
 #pragma once
 #include "metal.h"
 
