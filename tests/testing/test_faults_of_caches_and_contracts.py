@@ -1,4 +1,5 @@
-"""Each fault of caches, concurrency and contracts is caught by its case of the quick subset."""
+"""Each fault of caches, concurrency and contracts, and each that a new backend got past the kit,
+is caught by its case of the quick subset."""
 
 from __future__ import annotations
 
@@ -8,16 +9,17 @@ import pytest
 
 from anyflex.testing import child_process
 from anyflex.testing.cases import every_case
-from tests.testing.faults import caches, contracts, state
+from tests.testing.faults import caches, contracts, missed, state
 from tests.testing.faults.catching import check_caught, check_passes
 from tests.testing.faults.fault import Fault
 
 LISTED = (*caches.FAULTS, *contracts.FAULTS)
-FAULTS = (*LISTED, *state.FAULTS)
+FAULTS = (*LISTED, *state.FAULTS, *missed.FAULTS)
 
 
 def test_every_fault_of_the_list_is_there() -> None:
     assert [fault.number for fault in LISTED] == list(range(79, 109))
+    assert [fault.number for fault in missed.FAULTS] == list(range(601, 608))
     assert all(every_case()[fault.case].quick for fault in FAULTS)
 
 
