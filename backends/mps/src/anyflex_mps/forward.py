@@ -31,6 +31,7 @@ from anyflex_mps.text import (
 from anyflex_mps.tiles import Tile, pitch_of, tile_for, whole_fragments
 
 __all__ = [
+    "SUMS_OF_ROW",
     "forward_shader",
     "output_buffers",
     "place_of_tile",
@@ -199,13 +200,17 @@ for (int pass = 0; pass < 2; pass++) {
     $zeros_again
   }
 }
+$sums_of_row
+"""
+
+SUMS_OF_ROW = """\
 sum += simd_shuffle_xor(sum, (ushort)1);
 sum += simd_shuffle_xor(sum, (ushort)8);
 uint nans = has_nan ? 1u : 0u;
 nans |= simd_shuffle_xor(nans, (ushort)1);
 nans |= simd_shuffle_xor(nans, (ushort)8);
-const bool dead = sum == 0.0f && top == -INFINITY;
-"""
+const bool dead = sum == 0.0f && top == -INFINITY;"""
+"""Sums that the lanes of a row have of its columns, added up; whether it is dead."""
 
 
 def softmax_memory(spec: Spec, tile: Tile) -> str:
@@ -243,6 +248,7 @@ def softmax_over_runs(spec: Spec, tile: Tile, first_key: str, end_key: str) -> s
         value_head=head_of(spec, "value", "kv_batch", "kv_head"),
         zeros=zeros("acc", values),
         zeros_again=zeros("acc", values, declared=False),
+        sums_of_row=SUMS_OF_ROW,
         run_bounds=run_bounds(spec, spec.block_size[1], first_key, end_key),
         load_keys=staged_rows(spec, "k_rows", "key", "first_key", "end", tile.step),
         load_values=staged_rows(

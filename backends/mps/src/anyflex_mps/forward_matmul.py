@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
-from anyflex_mps.forward import output_buffers, place_of_tile, stored_element, stored_sums
+from anyflex_mps.forward import (
+    SUMS_OF_ROW,
+    output_buffers,
+    place_of_tile,
+    stored_element,
+    stored_sums,
+)
 from anyflex_mps.mods import mods_source
 from anyflex_mps.tensor_text import (
     INCLUDES,
@@ -158,12 +164,7 @@ for (int pass = 0; pass < 2; pass++) {
     $zeros
   }
 }
-sum += simd_shuffle_xor(sum, (ushort)1);
-sum += simd_shuffle_xor(sum, (ushort)8);
-uint nans = has_nan ? 1u : 0u;
-nans |= simd_shuffle_xor(nans, (ushort)1);
-nans |= simd_shuffle_xor(nans, (ushort)8);
-const bool dead = sum == 0.0f && top == -INFINITY;
+$sums_of_row
 if (c == 0)
   inverse_sums[lane_row] = dead ? 0.0f : 1.0f / sum;
 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -247,6 +248,7 @@ def forward_matmul_shader(spec: Spec) -> Shader:
         any_nonfinite=any_of_group(
             each_element("acc", "own = own || !isfinite(acc[i]);"), _SIMDGROUPS
         ),
+        sums_of_row=SUMS_OF_ROW,
         store_rows=each_element("acc", _stored_rows(spec)),
         stored_sums=stored_sums(spec),
     )
