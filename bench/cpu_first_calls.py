@@ -9,7 +9,8 @@ with its first backward. Small calls: B1 H1, 96
 queries, 128 keys, head dim 64, float32, without mods, from the call to its end, and inside of the
 native library; medians of batches. Exits with 1 if a limit isn't met.
 
-Where other programs occupy the machine, `--cpu-time` counts what this thread spends.
+Where other programs occupy the machine, `--cpu-time` counts what this thread spends. `--json`
+writes the figures with commit, machine and versions.
 """
 
 from __future__ import annotations
@@ -199,8 +200,15 @@ def main() -> None:
         )
         figures[name] = {"median": median, "worst": worst, "limit": limit}
     if arguments.json:
-        text = json.dumps({"clock": clock.__name__, "seconds": figures}, indent=2)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        from anyflex.bench.machine import command_of, provenance
+
+        report = {
+            "command": command_of("bench/cpu_first_calls.py"),
+            **provenance(torch.device("cpu")),
+            "clock": clock.__name__,
+            "seconds": figures,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if missed:
         sys.exit(1)
 
