@@ -12,7 +12,7 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,13 +175,16 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def with_current_tables(text: str) -> str:
+def with_current_tables(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """Return a page's text with its tables made anew.
 
+    Args:
+        tables: what makes the table of each name.
+
     Raises:
-        KeyError: the page asks for a table that TABLES lacks.
+        KeyError: the page asks for a table that `tables` lacks.
     """
-    return TABLE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+    return TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n{found[3]}", text)
 
 
 def main(arguments: list[str]) -> int:
