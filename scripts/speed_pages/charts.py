@@ -154,7 +154,7 @@ def cpu_first_calls() -> str:
         "and first backward": "and backward, {}",
     }
     panel = {
-        row: {way: seconds[name.format(way)] * 1e3 for way in ("compiled", "interpreted")}
+        row: {way: seconds[name.format(way)][0] * 1e3 for way in ("compiled", "interpreted")}
         for row, name in rows.items()
     }
     heading = Heading("CPU: first call of a new mod", "milliseconds", [str(origin)])

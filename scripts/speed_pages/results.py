@@ -328,8 +328,9 @@ def cpu_lengths() -> tuple[Origin, dict[str, dict[str, dict[int, float]]]]:
     return Origin(machine, head[1], date[0], head[2], f"results/{file}"), chosen
 
 
-def cpu_first_calls() -> tuple[Origin, dict[str, float]]:
-    """Return origin, and median seconds by name of what was timed."""
+def cpu_first_calls() -> tuple[Origin, dict[str, tuple[float, float | None]]]:
+    """Return origin, and by name of what was timed the median and its limit, if any, in
+    seconds."""
     report = _json("results/cpu_first_calls.json")
     machine = "Xeon with AMX, shared, 1 thread, CPU time"
     if report["clock"] != "thread_time_ns":
@@ -341,7 +342,8 @@ def cpu_first_calls() -> tuple[Origin, dict[str, float]]:
         report["commit"][:7],
         "results/cpu_first_calls.json",
     )
-    return origin, {name: each["median"] for name, each in report["seconds"].items()}
+    seconds = report["seconds"].items()
+    return origin, {name: (each["median"], each["limit"]) for name, each in seconds}
 
 
 def torch_first_calls() -> tuple[Origin, float, float]:

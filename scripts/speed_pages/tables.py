@@ -114,11 +114,14 @@ def cpu_first_calls() -> str:
     _, found = results.cpu_first_calls()
     _, torch, reference = results.torch_first_calls()
     rows = [
-        ("first call of a process, causal and ALiBi: torch compiles C++", f"{torch * 1e3:.0f} ms"),
-        ("the same, anyflex's reference backend", f"{reference * 1e3:.0f} ms"),
-        *((f"{_named(name)}, `cpu`", _time(seconds)) for name, seconds in found.items()),
+        ("first call of a process, causal and ALiBi: torch compiles C++", _time(torch), "none"),
+        ("the same, anyflex's reference backend", _time(reference), "none"),
+        *(
+            (f"{_named(name)}, `cpu`", _time(median), "none" if limit is None else _time(limit))
+            for name, (median, limit) in found.items()
+        ),
     ]
-    return _table(["call", "median"], rows)
+    return _table(["call", "median", "limit"], rows)
 
 
 def _named(name: str) -> str:
@@ -133,7 +136,10 @@ def _named(name: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 0.1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def block_masks() -> str:

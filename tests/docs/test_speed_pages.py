@@ -146,6 +146,9 @@ def test_a_result_without_its_origin_or_section_is_refused(edited_results: Path)
     replace_in(folder / "cpu_avx2_2_cores.md", "commit fbf635b", "a commit")
     with pytest.raises(ValueError, match="date, or not all of .'fbf635b'"):
         results.cpu_origin(results.CPUS[-1])
+    replace_in(folder / "cpu_first_calls.json", "thread_time_ns", "perf_counter_ns")
+    with pytest.raises(ValueError, match="of another clock"):
+        results.cpu_first_calls()
 
 
 def test_no_value_is_left_out_beyond_an_axis() -> None:
