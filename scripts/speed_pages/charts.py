@@ -205,4 +205,4 @@ CHARTS: dict[str, Callable[[], str]] = {
     "block_masks.svg": block_masks,
     "metal_shares.svg": metal_shares,
 }
-"""What draws each file."""
+"""Function that draws each file."""

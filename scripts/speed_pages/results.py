@@ -132,7 +132,7 @@ class GpuRow:
 
     @property
     def plain(self) -> Plain | None:
-        """What its case says, if that has no mods."""
+        """Mask, length, head dim and rate, if the case has no mods."""
         found = PLAIN.fullmatch(self.case)
         if found is None:
             return None

@@ -223,4 +223,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "metal_shares": metal_shares,
     "triton_rows": triton_rows,
 }
-"""What makes each table."""
+"""Function that makes each table, by the name of its marker."""
