@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# Imported for its registration: a saved program calls operations that nobody may have used yet.
+from anyflex.block_mask import mask_ops as _mask_ops  # noqa: F401
 from anyflex.errors import (
     AllocationError,
     AnyflexError,

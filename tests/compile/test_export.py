@@ -93,6 +93,26 @@ def test_an_exported_model_takes_a_block_mask(tmp_path: Path) -> None:
     in_a_fresh_process(tmp_path, program, new, model(*new).detach())
 
 
+class Packed(nn.Module):
+    """Builds its mask itself."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        length = query.shape[2]
+        ids = torch.arange(length) // 40
+        mask = anyflex.create_block_mask(
+            lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]), 1, 1, length, length, BLOCK_SIZE=32
+        )
+        return anyflex.flex_attention(query, key, value, block_mask=mask)
+
+
+def test_a_model_that_builds_its_mask_runs_in_a_fresh_process(tmp_path: Path) -> None:
+    model, length = Packed(), torch.export.Dim("length", min=2, max=300)
+    shapes = ({2: length}, {2: length}, {2: length})
+    program = torch.export.export(model, tuple(inputs(90)), dynamic_shapes=shapes)
+    arguments = inputs(131)
+    in_a_fresh_process(tmp_path, program, arguments, model(*arguments))
+
+
 class Grouped(nn.Module):
     def __init__(self, bias: Tensor) -> None:
         super().__init__()

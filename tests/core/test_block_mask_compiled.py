@@ -113,7 +113,7 @@ def test_masks_that_differ_in_data_share_two_graphs() -> None:
     assert len(graphs) <= 2
 
 
-def test_create_block_mask_breaks_the_graph_and_gives_the_same_mask() -> None:
+def test_create_block_mask_in_a_graph_gives_the_same_mask() -> None:
     documents = torch.arange(70) // 20
     mod = lambda b, h, q, k: documents[q] == documents[k]  # noqa: E731
 
@@ -124,11 +124,6 @@ def test_create_block_mask_breaks_the_graph_and_gives_the_same_mask() -> None:
     assert make(torch.zeros(()))[1] == create_block_mask(mod, 1, 1, 70, 70, BLOCK_SIZE=16)
     compiled = torch.compile(create_block_mask, backend="eager")
     assert compiled(mod, 1, 1, 70, 70).views().q_blocks == 1
-    whole = torch.compile(
-        lambda x: create_block_mask(mod, 1, 1, 70, 70), backend="eager", fullgraph=True
-    )
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        whole(torch.zeros(()))
 
 
 def test_combined_masks_are_inlined() -> None:
@@ -227,7 +222,7 @@ def test_work_on_the_host_breaks_the_graph_and_gives_the_same() -> None:
     out, equal, number = work(mask, query, key)
     torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
     assert equal is False and number == hash(mask)
-    step = torch.compile(lambda m: m.row_slice(0, 1).runs, backend="eager", fullgraph=True)
+    step = torch.compile(lambda m: m.extend(80).runs, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         step(mask)
 

@@ -311,7 +311,7 @@ def test_tensors_without_values_are_refused_by_name() -> None:
     with FakeTensorMode() as mode:
         fake = torch.zeros(64)
         with pytest.raises(BlockMaskError, match="under FakeTensorMode"):
-            create_block_mask(causal, 1, 1, 64, 64)
+            create_mask(causal, 1, 1, 64, 64)
     assert mode is not None
     with pytest.raises(BlockMaskError, match="'fake', which is a fake tensor"):
         create_block_mask(lambda b, h, q, k: fake[q] > 0, 1, 1, 64, 64)

@@ -9,22 +9,17 @@ from torch import Tensor
 
 from anyflex.block_mask import pytree, row_slicing, slicing
 from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.in_graphs import rows_in_graph, runs_in_graph
 from anyflex.block_mask.mask_function import sliced_mask_mod, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import Shifts, shifted_mod, shifted_opaque
 from anyflex.errors import BlockMaskError
-from anyflex.mask_structure.device_views import MaskViews, packed_views
+from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.from_index_lists import views_of_lists
-from anyflex.mask_structure.run_checks import (
-    check_form,
-    check_values,
-    checked_block_size,
-    checked_lengths,
-    refuse_meta,
-    row_name,
-)
-from anyflex.mask_structure.runs import PARTIAL, padded, unpack
-from anyflex.tensors.dynamo_disabled import outside_graphs
+from anyflex.mask_structure.given_runs import views_of_runs
+from anyflex.mask_structure.run_checks import checked_block_size, checked_lengths
+from anyflex.mask_structure.runs import padded
+from anyflex.tensors.dynamo_disabled import in_graph, outside_graphs
 from anyflex.tracing.mod_types import MaskMod
 
 if TYPE_CHECKING:
@@ -77,6 +72,9 @@ class BlockMask(MaskContent):
     ) -> Self:
         """Return the mask of these runs.
 
+        Inside of ``torch.compile`` and ``torch.export`` it is one operation of the graph, which
+        checks them when the program runs: on a device, each time, with a synchronisation.
+
         Examples:
             >>> offsets = torch.tensor([[[0, 1, 3]]], dtype=torch.int32)
             >>> runs = torch.tensor([[0, 1, 2], [0, 1, 1], [1, 2, 2]], dtype=torch.int32)
@@ -101,26 +99,12 @@ class BlockMask(MaskContent):
         Raises:
             BlockMaskError: naming the row, run or position that is wrong.
         """
+        if in_graph():
+            return runs_in_graph(cls, offsets, runs, seq_lengths, block_size, mask_mod, capacity)
         lengths, sizes = checked_lengths(seq_lengths), checked_block_size(block_size)
-        check_form(offsets, runs, lengths, sizes)
-        refuse_meta("offsets", offsets)
-        given = (offsets.cpu(), runs.cpu())
-        check_values(*given, lengths, sizes)
-        listed = unpack(*given)
-        partial = (listed.kind == PARTIAL).nonzero()
-        if mask_mod is None and partial.numel():
-            raise BlockMaskError(
-                f"{row_name(given[0], int(partial[0]))} has a PARTIAL run and there is no "
-                "mask_mod; pass mask_mod=, noop_mask if every element is live, or make it FULL"
-            )
-        if capacity is not None and capacity < listed.row.numel():
-            raise BlockMaskError(
-                f"capacity must be at least the number of runs, {listed.row.numel()}, got "
-                f"{capacity}"
-            )
-        grids, device = offsets.shape[:2], offsets.device
         # Copies, because the caller may write to their tensors but nobody to the mask's.
-        host = packed_views(listed, grids, lengths, sizes)
+        host = views_of_runs(offsets, runs, lengths, sizes, mask_mod is not None, capacity)
+        device = offsets.device
         offsets, runs = host.offsets.to(device), padded(host.runs, capacity or 0).to(device)
         traced, opaque = None, None
         if mask_mod is not None:
@@ -129,6 +113,7 @@ class BlockMask(MaskContent):
         return cls._assembled(views, traced, opaque, mask_mod)
 
     @classmethod
+    @outside_graphs
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -170,6 +155,7 @@ class BlockMask(MaskContent):
         return mask
 
     @classmethod
+    @outside_graphs
     def from_torch(cls, mask: Any) -> Self:
         """Return what a ``torch.nn.attention.flex_attention.BlockMask`` means.
 
@@ -201,7 +187,6 @@ class BlockMask(MaskContent):
         """
         return self._derived(*slicing.select(self, index))
 
-    @outside_graphs
     def row_slice(self, start: int, stop: int, *, kv_len: int | None = None) -> Self:
         """Return the mask of the query rows start..stop, counted in elements: one step of decoding
         or one chunk of a prefill.
@@ -209,7 +194,8 @@ class BlockMask(MaskContent):
         The mask mod sees the rows' own numbers. Slices that differ in `start` share one kernel.
         Rows that begin where a block does, and rows of one block, are copied where they are, with
         no synchronisation; others are combined on the host: a block is FULL or left out if all
-        that it is made of is, else PARTIAL.
+        that it is made of is, else PARTIAL. Inside of ``torch.compile`` and ``torch.export`` it is
+        one operation of the graph; the host does it when the program runs.
 
         Examples:
             >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
@@ -224,6 +210,8 @@ class BlockMask(MaskContent):
             BlockMaskError: out of range; or a block would mix kinds, and the structure was not
                 built from the mask mod, which therefore can't tell its elements.
         """
+        if in_graph():
+            return rows_in_graph(self, start, stop, kv_len)
         return self._derived(*row_slicing.sliced_rows(self, start, stop, kv_len))
 
     @outside_graphs

@@ -10,22 +10,23 @@ from torch import Tensor
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.dense_scan import live_boxes
 from anyflex.block_mask.elementwise_evaluation import elements_of
+from anyflex.block_mask.in_graphs import built_in_graph
 from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.structure_builder import built_runs, captured_device
-from anyflex.errors import BlockMaskError, ModTraceError
+from anyflex.errors import ModTraceError
 from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.device_views import packed_views
 from anyflex.mask_structure.run_checks import checked_block_size, checked_device, checked_length
 from anyflex.mask_structure.runs import PARTIAL
 from anyflex.tensors.allocation import failed_allocation
-from anyflex.tensors.dynamo_disabled import outside_graphs
+from anyflex.tensors.dynamo_disabled import in_graph, outside_graphs
+from anyflex.tensors.dynamo_errors import fail
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import mod_kind, trace_mod
 
 __all__ = ["create_block_mask", "create_mask"]
 
 
-@outside_graphs
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -48,8 +49,8 @@ def create_block_mask(
     elements of the others are looked at. After work worth 2^30 elements (a cell that ranges judge
     counts as 64) what is undecided stays PARTIAL, which is right and may be slower, with one
     PerformanceWarning. The work is done on the CPU; reading captured tensors from a device is the
-    only synchronisation. Inside ``torch.compile`` it breaks the graph: call it outside of
-    ``fullgraph=True``.
+    only synchronisation. Inside of ``torch.compile`` and ``torch.export`` it is one operation of
+    the graph, which does the same when the program runs.
 
     Examples:
         >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
@@ -76,18 +77,23 @@ def create_block_mask(
         ModIndexError: an element that is looked at is live and reads outside of a captured tensor.
             What building needn't look at is checked when the mask is used.
     """
-    batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
-    block_size = checked_block_size(BLOCK_SIZE)
-    wanted = None if device is None else checked_device(device)
     for name, flag in (
         ("separate_full_blocks", separate_full_blocks),
         ("dq_kv_order", dq_kv_order),
         ("exact", exact),
     ):
         if not isinstance(flag, bool):
-            raise BlockMaskError(
-                f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
+            fail(
+                "BlockMaskError",
+                f"{name} must be a bool in create_block_mask, got {type(flag).__name__}",
             )
+    if in_graph():
+        sizes = B, H, Q_LEN, KV_LEN
+        flags = separate_full_blocks, exact
+        return built_in_graph(BlockMask, mask_mod, sizes, device, BLOCK_SIZE, flags)
+    batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
+    block_size = checked_block_size(BLOCK_SIZE)
+    wanted = None if device is None else checked_device(device)
     traced, opaque = trace_mask_mod(mask_mod, wanted)
     at_home = captured_device(traced)
     wanted = at_home if wanted is None else wanted
@@ -105,6 +111,7 @@ def create_block_mask(
     return BlockMask._assembled(views, traced, opaque, mask_mod, zero_alone).to(wanted)
 
 
+@outside_graphs
 def create_mask(
     mod_fn: Any,
     B: int | None,

@@ -45,6 +45,7 @@ class MaskContent(BlockStructure):
     traced: TracedMod | None
     opaque: MaskMod | None
     needs_mask_mod: bool
+    mark: Tensor | None
 
     def _fill(
         self,
@@ -56,6 +57,7 @@ class MaskContent(BlockStructure):
         opaque: MaskMod | None,
         mask_mod: MaskMod | None,
         zero_alone: tuple[str, ...] | None = None,
+        mark: Tensor | None = None,
     ) -> None:
         # Past `__setattr__`, which refuses to change them.
         object.__setattr__(self, "offsets", offsets)
@@ -66,6 +68,9 @@ class MaskContent(BlockStructure):
         self.opaque = opaque
         self.needs_mask_mod = mask_mod is sliced_mask_mod
         self._mask_mod = mask_mod
+        # The mark of the views where the mask was built inside of a compiled graph: see
+        # `anyflex.mask_structure.views_registry`.
+        self.mark = mark
         # Indices ("b", "h") that the mask mod reads although the structure was built for 0 only.
         # None where the structure wasn't computed from the mask mod: they needn't agree then.
         self._zero_alone = zero_alone

@@ -19,10 +19,18 @@ from torch import Tensor
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.node import Node
+from anyflex.tensors.torch_versions import dynamo_constant
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
-__all__ = ["ShiftedMaskMod", "Shifts", "indices_read", "shifted_mod", "shifted_opaque"]
+__all__ = [
+    "ShiftedMaskMod",
+    "Shifts",
+    "indices_read",
+    "shifted_mod",
+    "shifted_opaque",
+    "with_number",
+]
 
 Shifts = Mapping[str, "int | Tensor"]
 """Input name (b, h, q_idx, kv_idx) -> number added to it, or int64 vector that it indexes."""
@@ -63,6 +71,17 @@ def shifted_mod(traced: TracedMod, shifts: Shifts) -> TracedMod:
             text = longer
             ints.append(shift)
     return TracedMod(text, captured, ints, traced.floats, names, traced.depends_on_facts)
+
+
+@dynamo_constant
+def with_number(text: str, name: str, slots: int) -> tuple[str, int | None]:
+    """Return the graph that reads an index plus a number, and the number's int slot: the next
+    one, `slots`, or one that the graph has for this already. None if it doesn't read the index."""
+    slot = _own_number(text, name)
+    if slot is not None:
+        return text, slot
+    longer = _with_number(text, name, slots)
+    return longer, None if longer == text else slots
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from anyflex.mask_structure.runs import (
     unpack_rows,
 )
 
-__all__ = ["row_range", "sliced_rows"]
+__all__ = ["checked_rows", "row_range", "row_views", "sliced_rows"]
 
 _CPU = torch.device("cpu")
 
@@ -32,7 +32,20 @@ def sliced_rows(
 ) -> tuple[MaskViews, dict[str, int | Tensor]]:
     """Return the structure of `BlockMask.row_slice`, and the shifts that map its indices to those
     of the whole mask. Raises BlockMaskError."""
-    q_length, kv_length = mask.seq_lengths
+    start, stop, kv_length = checked_rows(mask.seq_lengths, start, stop, kv_len)
+    decided = mask._zero_alone is not None
+    views = row_views(mask.views(), start, stop, kv_length, decided=decided)
+    reads = indices_read(mask.traced, mask.opaque)
+    # Also for a start of 0, so that it shares its graph with the slices that follow.
+    return views, {"q_idx": start} if "q_idx" in reads else {}
+
+
+def checked_rows(
+    lengths: tuple[int, int], start: Any, stop: Any, kv_len: Any
+) -> tuple[int, int, int]:
+    """Return the arguments of `BlockMask.row_slice` as ints, `kv_len` None as KV_LEN. Raises
+    BlockMaskError."""
+    q_length, kv_length = lengths
     start, stop = checked_length("start", start), checked_length("stop", stop)
     if not start <= stop <= q_length:
         raise BlockMaskError(
@@ -46,17 +59,30 @@ def sliced_rows(
                 f"kv_len {kv_len} is more than the mask's KV_LEN {kv_length}: use extend()"
             )
         kv_length = kv_len
-    views, place = row_range(mask.views(), start, stop, kv_length)
-    if place is not None and mask._zero_alone is None:
+    return start, stop, kv_length
+
+
+def row_views(
+    views: MaskViews, start: int, stop: int, kv_length: int, *, decided: bool
+) -> MaskViews:
+    """Return the structure of `row_range`.
+
+    Args:
+        decided: the structure was built from the mask mod, which can tell what a block made of
+            blocks of two kinds holds.
+
+    Raises:
+        BlockMaskError: there is such a block, and it can't.
+    """
+    found, place = row_range(views, start, stop, kv_length)
+    if place is not None and not decided:
         raise BlockMaskError(
-            f"rows {start}:{stop} begin inside of a block of {mask.BLOCK_SIZE[0]} rows, so that "
+            f"rows {start}:{stop} begin inside of a block of {views.block_size[0]} rows, so that "
             f"row {list(place)} of blocks has a block made of two that differ in kind. Its mask "
             "mod would have to decide it, and this mask's structure was not built from its mask "
             "mod: begin where a block does, or make the mask with create_block_mask"
         )
-    reads = indices_read(mask.traced, mask.opaque)
-    # Also for a start of 0, so that it shares its graph with the slices that follow.
-    return views, {"q_idx": start} if "q_idx" in reads else {}
+    return found
 
 
 def row_range(

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
-from anyflex.frontend.custom_ops import flex_attention_backward_op, number_tensors
+from anyflex.frontend.custom_ops import flex_attention_backward_op
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.saved_tensor_checks import as_saved, kept_name, layout_of
 from anyflex.tensors.storage_checks import captured_name
+from anyflex.tensors.symbolic_numbers import number_tensors
 from anyflex.tensors.torch_versions import (
     break_graph,
     is_batched,

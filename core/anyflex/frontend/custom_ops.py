@@ -25,7 +25,7 @@ from anyflex.tensors.torch_versions import in_dual_level
 if TYPE_CHECKING:
     from anyflex.runtime.op_request import Request
 
-__all__ = ["flex_attention_backward_op", "flex_attention_op", "number_tensors"]
+__all__ = ["flex_attention_backward_op", "flex_attention_op"]
 
 # torch.library is not annotated.
 _library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
@@ -37,8 +37,9 @@ _library.define(
     f"{_TENSORS}, Tensor out, Tensor lse, Tensor? saved, Tensor? saved_by, {_REST}) "
     "-> Tensor[]"
 )
-# tensors: offsets and runs of the block mask if there is one; captured tensors, the score mod's,
-# then the mask mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new
+# tensors: offsets and runs of the block mask if there is one, and its mark if it was built in the
+# graph (`anyflex.mask_structure.views_registry`); captured tensors, the score mod's, then the mask
+# mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new
 # graph: the scale, then the score mod's floats, then the mask mod's. ints: how many of the tensors
 # are the block mask's, and how many are captured; then the score mod's ints, the mask mod's and,
 # with a mask, its block size (not in the request: torch.compile may hand it over as a symbol).
@@ -62,13 +63,6 @@ def _parts(tensors: list[Tensor], ints: list[int]) -> _Parts:
     masks, captured, *numbers = ints
     end = masks + captured
     return _Parts(tensors[:masks], tensors[masks:end], numbers, tensors[end:])
-
-
-def number_tensors(numbers: list[float]) -> list[Tensor]:
-    """Return numbers as the op takes them. Part of the traced half: Dynamo inlines it."""
-    # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
-    one = torch.ones((), dtype=torch.float64, device="cpu")
-    return [one * number for number in numbers]
 
 
 def _accumulate(query: Tensor) -> torch.dtype:
@@ -326,9 +320,12 @@ _recent_views: dict[object, tuple[Any, ...]] = {}
 def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]) -> Any:
     from anyflex.mask_structure import views_registry
 
-    offsets, runs = mask
+    offsets, runs, *mark = mask
     lengths = query.shape[2], key.shape[2]
-    views = views_registry.find(offsets, runs, lengths, block_size)
+    if mark:
+        views = views_registry.find_marked(mark[0], offsets, lengths, block_size)
+    else:
+        views = views_registry.find(offsets, runs, lengths, block_size)
     if views is None:
         views = _copied_views(offsets, runs, lengths, block_size)
     return views.on(query.device)

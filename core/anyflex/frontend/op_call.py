@@ -7,12 +7,13 @@ from torch import Tensor
 
 from anyflex.frontend.arguments import check_captured_devices
 from anyflex.frontend.checked_call import CheckedCall
-from anyflex.frontend.custom_ops import flex_attention_op, number_tensors
+from anyflex.frontend.custom_ops import flex_attention_op
 from anyflex.frontend.transforms import refuse_transforms
 from anyflex.runtime.op_request import Request, write_request
 from anyflex.runtime.saved_for_backward import NOTHING, saved_bytes
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.stand_in import posed_as
+from anyflex.tensors.symbolic_numbers import number_tensors
 from anyflex.tensors.tensor_facts import fp32_precision
 from anyflex.tracing.trace import TracedMod, trace_mod
 
@@ -45,6 +46,8 @@ def op_arguments(
     block_size: tuple[int, ...] = ()
     if block_mask is not None:
         structure = [block_mask.offsets, block_mask.runs]
+        if block_mask.mark is not None:
+            structure = [*structure, block_mask.mark]
         if block_mask.offsets.is_meta and not query.is_meta:
             fail(
                 "BlockMaskError",

@@ -17,6 +17,7 @@ from anyflex.mods.factory_arguments import (
     checked_int,
     table_at,
 )
+from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["document", "document_offsets"]
@@ -48,6 +49,7 @@ def document(ids: Tensor, kv_ids: Tensor | None = None) -> MaskMod:
     return document_mask
 
 
+@outside_graphs
 def document_offsets(
     offsets: Tensor, total: int | None = None, inner: MaskMod | None = None
 ) -> MaskMod:

@@ -15,11 +15,13 @@ from anyflex.mods.factory_arguments import (
     number_at,
     table_at,
 )
+from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["tree"]
 
 
+@outside_graphs
 def tree(parents: Tensor, prefix: int | Tensor = 0) -> MaskMod:
     """Return the mask mod in which a token sees itself and its ancestors.
 

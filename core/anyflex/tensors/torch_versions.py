@@ -47,6 +47,7 @@ __all__ = [
     "torch_cache",
     "transform_stack",
     "version_counter",
+    "whole_graph",
     "without_modes",
 ]
 
@@ -206,6 +207,15 @@ with contextlib.suppress(ImportError, AttributeError):
 def break_graph(reason: str) -> None:
     """End the graph that Dynamo traces; under ``fullgraph=True`` it raises with the reason."""
     torch._dynamo.decorators.graph_break(reason)
+
+
+def whole_graph() -> bool:
+    """Whether Dynamo traces under ``fullgraph=True``; False in a torch that says it otherwise."""
+    try:
+        current = dynamo_name("symbolic_convert.InstructionTranslator").current_tx()
+        return bool(current.one_graph)
+    except (ImportError, AttributeError):
+        return False
 
 
 @functools.cache
