@@ -1,4 +1,4 @@
-"""Backends that are right, wrong, forward-only or broken."""
+"""Backends that are right, wrong, wrong in decoding, forward-only or broken."""
 
 from __future__ import annotations
 
@@ -14,22 +14,32 @@ from anyflex.contract.option import Option
 from anyflex.contract.spec import Spec
 from anyflex.reference.backend import ReferenceBackend
 
-__all__ = ["ForwardOnly", "Right", "WrongBackward", "WrongForward", "broken"]
+__all__ = [
+    "DefaultScaleInDecoding",
+    "FirstHeadInDecoding",
+    "ForwardOnly",
+    "Right",
+    "WrongBackward",
+    "WrongForward",
+    "broken",
+]
 
 
 class _Changed(Kernel):
-    """The reference's kernel, and then a change of its results."""
+    """The reference's kernel, a change before it of the call, and after it of the results."""
 
     def __init__(
         self,
         kernel: Kernel,
+        call: Callable[[Call], Call],
         out: Callable[[Outputs], object],
         grads: Callable[[Grads], object],
     ) -> None:
-        self.kernel, self.change_out, self.change_grads = kernel, out, grads
+        self.kernel = kernel
+        self.change_call, self.change_out, self.change_grads = call, out, grads
 
     def forward(self, call: Call, out: Outputs) -> None:
-        self.kernel.forward(call, out)
+        self.kernel.forward(self.change_call(call), out)
         self.change_out(out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
@@ -44,7 +54,10 @@ class Right(ReferenceBackend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         kernel = super().compile(dataclasses.replace(spec, options=()), artifacts)
-        return _Changed(kernel, self.change_out, self.change_grads)
+        return _Changed(kernel, self.change_call, self.change_out, self.change_grads)
+
+    def change_call(self, call: Call) -> Call:
+        return call
 
     def change_out(self, out: Outputs) -> object:
         return None
@@ -66,6 +79,24 @@ class WrongBackward(Right):
     def change_grads(self, grads: Grads) -> object:
         assert grads.dk is not None
         return grads.dk[0, 1, 40, 3].fill_(float("nan"))
+
+
+class DefaultScaleInDecoding(Right):
+    """Reads the call's scale for more than one row only."""
+
+    def change_call(self, call: Call) -> Call:
+        if call.query.shape[2] > 1:
+            return call
+        return dataclasses.replace(call, scale=call.query.shape[3] ** -0.5)
+
+
+class FirstHeadInDecoding(Right):
+    """Reads the first KV head for all query heads where there is one row."""
+
+    def change_call(self, call: Call) -> Call:
+        if call.query.shape[2] > 1:
+            return call
+        return dataclasses.replace(call, key=call.key[:, :1].expand_as(call.key))
 
 
 class ForwardOnly(Right):

@@ -23,7 +23,15 @@ from anyflex.registry import isolated, register
 from anyflex.registry.install_hints import install_line
 from anyflex.runtime import disk_cache
 from anyflex.tensors import torch_versions
-from tests.cli.backends import ForwardOnly, Right, WrongBackward, WrongForward, broken
+from tests.cli.backends import (
+    DefaultScaleInDecoding,
+    FirstHeadInDecoding,
+    ForwardOnly,
+    Right,
+    WrongBackward,
+    WrongForward,
+    broken,
+)
 from tests.cli.conftest import RunCommand
 
 
@@ -56,8 +64,12 @@ def test_json_has_the_same_facts(command: RunCommand, tmp_path: Path) -> None:
     assert facts["cache"]["folder"].startswith(str(tmp_path / "cache"))
     (reference,) = facts["backends"]
     assert (reference["name"], reference["state"]) == ("reference", "usable")
-    (test,) = [test for test in reference["self_tests"] if test["device"] == "cpu"]
-    assert test["passed"] and test["error"] < 1e-5
+    tests = [test for test in reference["self_tests"] if test["device"] == "cpu"]
+    assert [test["what"] for test in tests] == [
+        "forward and backward",
+        "decoding with GQA and a scale",
+    ]
+    assert all(test["passed"] and test["error"] < 1e-5 for test in tests)
 
 
 def test_a_device_without_its_backend_gets_the_install_line(command: RunCommand) -> None:
@@ -203,7 +215,27 @@ def test_wrong_numbers_fail_the_self_test(command: RunCommand, backend: type[Rig
     assert "FAIL: backend cpu: self-test on cpu" in result.out
     facts = json.loads(command("doctor", "--json").out)
     (cpu,) = [backend for backend in facts["backends"] if backend["name"] == "cpu"]
-    assert not cpu["self_tests"][0]["passed"]
+    assert cpu["self_tests"][0]["passed"] is False
+
+
+@pytest.mark.parametrize("backend", [DefaultScaleInDecoding, FirstHeadInDecoding])
+def test_wrong_numbers_of_decoding_alone_fail_its_self_test(
+    command: RunCommand, backend: type[Right]
+) -> None:
+    register("cpu", backend)
+    result = command("doctor")
+    assert "self-test on cpu, float32, forward and backward: PASS" in result.out
+    assert "FAIL: backend cpu: self-test on cpu, float32, decoding with GQA and a" in result.out
+
+
+def test_a_backend_without_gqa_refuses_the_self_test_of_decoding(command: RunCommand) -> None:
+    class NoGroups(Right):
+        capabilities = dataclasses.replace(Right.capabilities, gqa=False)
+
+    register("cpu", NoGroups)
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert "decoding with GQA and a scale: not run, BackendRefused: " in result.out
 
 
 def test_a_forward_only_backend_is_tested_forward(command: RunCommand) -> None:

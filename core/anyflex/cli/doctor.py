@@ -18,12 +18,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "doctor",
         help="what this machine offers, what is wrong, and the cure",
         description=(
-            "Prints versions, devices, every installed backend with a self-test on its device (a "
-            "tiny forward and backward against a dense float64 formula), plugins that can't be "
-            "used and why, the environment variables in force and the cache folder. Fails (1) if "
-            "a self-test fails, a plugin is broken or written for another contract, a variable "
-            "has a value that isn't allowed, or the cache folder that ANYFLEX_CACHE_DIR names "
-            "can't be used."
+            "Prints versions, devices, every installed backend with self-tests on its device (a "
+            "tiny forward and backward, and one row of decoding with GQA and a scale, against a "
+            "dense float64 formula), plugins that can't be used and why, the environment "
+            "variables in force and the cache folder. Fails (1) if a self-test fails, a plugin is "
+            "broken or written for another contract, a variable has a value that isn't allowed, "
+            "or the cache folder that ANYFLEX_CACHE_DIR names can't be used."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")

@@ -17,7 +17,7 @@ import torch
 
 import anyflex
 from anyflex.cli.device_argument import seen_device_types
-from anyflex.cli.self_test import SLOW_S, SelfTest, self_test
+from anyflex.cli.self_test import ATTEMPTS, SLOW_S, Attempt, SelfTest, self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.capabilities import Capabilities
 from anyflex.errors import AnyflexError, ArgumentError
@@ -115,21 +115,28 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     if row.state == "usable" and entry is not None and backend is not None:
         facts["fingerprint"] = "".join(_texts(row, backend.fingerprint))
         wanted = device_types if row.device_type == "*" else [row.device_type]
-        with _told_if_slow(f"backend {row.name}: its self-test"):
-            tests = [
-                _timed(row.name, entry.distribution, backend.capabilities, device_type)
-                for device_type in wanted
-                if device_type in device_types
-            ]
+        tests = [
+            _timed(row.name, entry.distribution, backend.capabilities, device_type, attempts)
+            for device_type in wanted
+            if device_type in device_types
+            for attempts in ATTEMPTS
+        ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
     if backend is not None:
         facts["notes"] = _texts(row, backend.notes)
     return facts
 
 
-def _timed(name: str, distribution: str, can: Capabilities, device_type: str) -> SelfTest:
+def _timed(
+    name: str,
+    distribution: str,
+    can: Capabilities,
+    device_type: str,
+    attempts: tuple[Attempt, ...],
+) -> SelfTest:
     begin = time.perf_counter()
-    test = self_test(name, distribution, can, device_type)
+    with _told_if_slow(f"backend {name}: its self-test of {attempts[0].what}"):
+        test = self_test(name, distribution, can, device_type, attempts)
     return dataclasses.replace(test, seconds=round(time.perf_counter() - begin, 1))
 
 
