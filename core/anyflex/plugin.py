@@ -9,6 +9,20 @@ A hook plugin is a module whose functions are marked with `hookimpl`::
 
     [project.entry-points."anyflex.hooks.v1"]
     my-hooks = "my_package.hooks"
+
+Names by subject, in the order in which a new backend meets them:
+
+    what a backend is        Backend, Kernel, Capabilities, Option, Accepted, Rejected, Decision
+    what is compiled         Spec, CapturedFacts, Artifacts, ProgressLine, CONTRACT_1_FIELDS
+    what a kernel is given   Call, Outputs, Saved, GradInputs, Grads, TensorSpec
+    block masks              MaskViews, FULL, PARTIAL
+    mods                     ModGraph, Node, DTYPES, OPERATIONS, Lowering, simplify, differentiate,
+                             Derivative, Scatter, evaluate, parse_graph
+    registration, hooks      register, register_hooks, hookimpl, CONTRACT, CONTRACT_MIN
+    advanced                 integer_ranges, IntegerRange, operand_classes, type_class, Alignment,
+                             free_in_child, make_first_calls, isolated
+
+Errors are in `anyflex`: a kernel raises `anyflex.BackendRefused` and the others from there.
 """
 
 from __future__ import annotations
@@ -21,17 +35,18 @@ from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import CapturedFacts, Spec
-from anyflex.errors import (
-    AllocationError,
-    AnyflexError,
-    ArgumentError,
-    BackendRefused,
-    ModIndexError,
-    PerformanceWarning,
-    PluginError,
-)
+
+# Contract 1 has these names here too, so plugins that import them keep working. `__all__` leaves
+# them out: errors have one home, `anyflex`, and the last two are what other members return and do.
+from anyflex.errors import AllocationError as AllocationError
+from anyflex.errors import AnyflexError as AnyflexError
+from anyflex.errors import ArgumentError as ArgumentError
+from anyflex.errors import BackendRefused as BackendRefused
+from anyflex.errors import ModIndexError as ModIndexError
+from anyflex.errors import PerformanceWarning as PerformanceWarning
+from anyflex.errors import PluginError as PluginError
 from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
-from anyflex.mask_structure.to_index_lists import IndexLists
+from anyflex.mask_structure.to_index_lists import IndexLists as IndexLists
 from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
 from anyflex.mod_graph.dtypes import DTYPES, type_class
 from anyflex.mod_graph.evaluate import evaluate
@@ -41,7 +56,8 @@ from anyflex.mod_graph.lowering import Lowering, operand_classes
 from anyflex.mod_graph.mkl_warmup import make_first_calls
 from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.operations import OPERATIONS
-from anyflex.mod_graph.simplify import simplify, simplify_nodes
+from anyflex.mod_graph.simplify import simplify
+from anyflex.mod_graph.simplify import simplify_nodes as simplify_nodes
 from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.process.progress_line import ProgressLine
 from anyflex.registry.backend_table import isolated, register, register_hooks
@@ -58,12 +74,8 @@ __all__ = [
     "PARTIAL",
     "Accepted",
     "Alignment",
-    "AllocationError",
-    "AnyflexError",
-    "ArgumentError",
     "Artifacts",
     "Backend",
-    "BackendRefused",
     "Call",
     "Capabilities",
     "CapturedFacts",
@@ -71,18 +83,14 @@ __all__ = [
     "Derivative",
     "GradInputs",
     "Grads",
-    "IndexLists",
     "IntegerRange",
     "Kernel",
     "Lowering",
     "MaskViews",
     "ModGraph",
-    "ModIndexError",
     "Node",
     "Option",
     "Outputs",
-    "PerformanceWarning",
-    "PluginError",
     "ProgressLine",
     "Rejected",
     "Saved",
@@ -101,6 +109,5 @@ __all__ = [
     "register",
     "register_hooks",
     "simplify",
-    "simplify_nodes",
     "type_class",
 ]

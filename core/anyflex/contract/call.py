@@ -1,7 +1,8 @@
 """Run-time side of a call: a kernel's inputs, and the outputs that it fills.
 
 All are created by core. A kernel reads the inputs, writes the outputs in place, and keeps neither.
-None is a frozen dataclass, whose creation takes twice as long at each call.
+Outputs and gradients are tuples: a kernel that assigns to a field, instead of filling its tensor,
+raises. None is a frozen dataclass, whose creation takes twice as long at each call.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ class Call:
         captured: tensors that the graphs' loads count into, the score mod's first.
         ints, floats: values of the graphs' number slots.
         scale: multiplied into q k^T before the score mod.
+        index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
+
+    Advanced: most kernels read none of these.
         score_function, mask_function: the user's mods where they could not be traced
             (``Spec.opaque``), to be run through vmap; else None.
-        index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
         kept: one dict for all calls of a spec on one device whose query, key and value have the
             same shapes and strides (of a dimension of one element the stride may differ), and
             whose block masks' offsets have the same shape: a kernel may put there what follows
             from these. None for a call that no plan was made for.
-        q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: None in contract 1.
+        q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: reserved, None in
+            contract 1.
     """
 
     query: Tensor
@@ -121,7 +125,8 @@ class Grads(NamedTuple):
         dq, dk, dv: shaped and typed like query, key, value; overwritten. For inputs that are
             broadcast (batch 1, expanded strides) they are complete sums.
         captured: one entry a captured tensor: an accumulator of its shape, dense, float32
-            (float64 for float64 calls or tables), zeroed by core and added to; or None.
+            (float64 for float64 calls or tables), zeroed by core, to whose elements the kernel
+            adds in place; or None.
         workspace: the tensors of ``Kernel.workspace(call, "backward")``.
     """
 

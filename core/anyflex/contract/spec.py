@@ -74,6 +74,8 @@ class Spec:
         alignment: class of query, key and value.
         index_width: 32 if every element offset fits int32, else 64.
         options: the backend's own options that were given, by name, sorted.
+
+    Advanced: a backend that leaves these out of ``known_fields`` needs none of them.
         opaque: a mod could not be traced and is run through vmap: reference only.
         q_layout, kv_layout, page_size, index_map, kv_storage, dropout, sinks: reserved; contract 1
             knows their defaults only.

@@ -46,6 +46,8 @@ class MaskViews:
 
     Attributes:
         shape: of offsets.
+
+    Advanced: `in_blocks`, `once`, `kind_rows` and `with_copy` are for forms of a backend's own.
     """
 
     offsets: Tensor

@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.plugin import (
-    Call,
-    Lowering,
-    ModIndexError,
-    Node,
-    Spec,
-    differentiate,
-    simplify,
-)
+from anyflex import ModIndexError
+from anyflex.plugin import Call, Lowering, Node, Spec, differentiate, simplify
 
 __all__ = ["TORCH", "Pairs", "load_source", "write_function", "write_source"]
 

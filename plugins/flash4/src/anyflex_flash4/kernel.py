@@ -9,16 +9,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from anyflex.plugin import (
-    BackendRefused,
-    Call,
-    GradInputs,
-    Grads,
-    Kernel,
-    Outputs,
-    Saved,
-    Spec,
-)
+from anyflex import BackendRefused
+from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec
 from anyflex_flash4.bands import find_band
 from anyflex_flash4.block_lists import follows_once, kinds_of, lists_of
 from anyflex_flash4.cute_mods import CuteMods

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from anyflex.plugin import (
-    BackendRefused,
-    Call,
-    GradInputs,
-    Grads,
-    Kernel,
-    Outputs,
-    Saved,
-    Spec,
-    TensorSpec,
-)
+from anyflex import BackendRefused
+from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_torch_flex.block_masks import torch_block_mask
 from anyflex_torch_flex.mods import MakeMods
 
