@@ -72,7 +72,7 @@ class Spec:
             nothing, ``"high"`` to TF32's 10 bits, ``"medium"`` to bfloat16; else "".
         q_class: ``"one"`` query row, ``"short"`` (2 to 64) or ``"long"``.
         alignment: class of query, key and value.
-        index_width: 32 if every element offset fits int32, else 64.
+        index_width: 32 if every element offset of query, key and value fits int32, else 64.
         options: the backend's own options that were given, by name, sorted.
 
     Advanced: a backend that leaves these out of ``known_fields`` needs none of them.
