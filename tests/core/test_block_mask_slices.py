@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.create import create_block_mask
+from anyflex.block_mask.create import create_block_mask, create_mask
 from anyflex.block_mask.mask_function import sliced_mask_mod
 from anyflex.errors import BlockMaskError
+from anyflex.frontend.attention import flex_attention
 from tests.core.dense_blocks import dense_mask, written_kinds
 from tests.core.given_masks import (
     by_batch_and_head,
@@ -169,7 +170,7 @@ def test_a_slice_of_torch_needs_a_mask_mod_and_stays_so() -> None:
             (0, torch.tensor([0.5])),
             r"head index must be .*, got tensor\(\[0.5",
         ),
-        ((0, 0, 0, 0), "up to 3 indices.*got 4"),
+        ((0, 0, 0, slice(None), 0), "up to 4 indices.*got 5"),
         ((torch.tensor([0]), torch.tensor([0])), "at most one tensor index"),
         ("b", "batch index must be an int, a slice, or a vector of ints or bools, got 'b'"),
         ((0, 0, ["a"]), r"q block index must be .* ints or bools, got \['a'\]"),
@@ -185,4 +186,68 @@ def test_a_wrong_slice_is_named(index: Any, message: str) -> None:
 
 def test_a_mask_that_is_the_same_for_every_head_says_so_when_it_is_sliced() -> None:
     with pytest.raises(BlockMaskError, match="the mask is the same for every head"):
-        create_block_mask(causal, 4, 4, 8, 8)[0, 2]
+        create_block_mask(causal, 4, None, 8, 8)[0, 2]
+
+
+@pytest.mark.parametrize(
+    ("index", "sizes", "stored"),
+    [
+        ((3, 1), (1, 1), (1, 1)),
+        ((slice(1, 3), slice(None)), (2, 5), (1, 5)),
+        ((slice(None, None, -1), [4, 0, 2]), (4, 3), (1, 3)),
+        ((torch.tensor([3, 3]), -1, slice(2, None)), (2, 1), (1, 1)),
+    ],
+)
+def test_entries_that_are_stored_once_are_sliced_as_they_were_asked_for(
+    index: Any, sizes: tuple[int, int], stored: tuple[int, int]
+) -> None:
+    mod = lambda b, h, q, k: q + 16 * h >= k  # noqa: E731
+    mask = create_block_mask(mod, 4, 5, 64, 64, BLOCK_SIZE=16)
+    sliced = mask[index]
+    assert sliced.shape[:2] == sizes and tuple(sliced.offsets.shape[:2]) == stored
+    live = create_mask(mod, 4, 5, 64, 64).view(4, 5, 4, 16, 64)
+    for axis, chosen in enumerate(index):
+        positions = torch.arange(live.shape[axis]).numpy()[chosen]
+        live = live.index_select(axis, torch.as_tensor(positions.copy()).reshape(-1))
+    live = live.flatten(2, 3)
+    assert torch.equal(create_mask(sliced.mask_mod, *live.shape), live)
+    visited = live.view(*sizes, -1, 16, 4, 16).any(5).any(3)
+    assert torch.equal(sliced.to_dense(), visited.int())
+    with pytest.raises(BlockMaskError, match="batch index 4 is out of range for size 4"):
+        mask[4]
+
+
+def test_a_mask_mod_assigned_to_a_slice_that_is_stored_once_may_read_the_batch_entry() -> None:
+    mask = create_block_mask(causal, 4, None, 32, 32, BLOCK_SIZE=16)
+    mask.mask_mod = lambda b, h, q, k: q >= k + b
+    sliced = mask[2:]
+    wanted = create_mask(lambda b, h, q, k: q >= k + b + 2, 2, 1, 32, 32)
+    assert torch.equal(create_mask(sliced.mask_mod, 2, 1, 32, 32), wanted)
+
+
+def test_a_fourth_index_keeps_all_keys() -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    for keys in (slice(None), slice(0, 6), slice(-6, None), slice(0, 99)):
+        assert mask[:, :, -2:, keys] == mask[:, :, -2:]
+    for keys in (slice(1, None), slice(0, 5), slice(None, None, 2), 0, [0, 1, 2, 3, 4, 5]):
+        with pytest.raises(BlockMaskError, match=r"kv block .*row_slice"):
+            mask[:, :, 1, keys]
+
+
+def test_a_slice_may_be_given_the_shorter_lengths_of_a_step_of_decoding() -> None:
+    mask = create_block_mask(causal, None, None, 64, 64, BLOCK_SIZE=16)
+    step = mask[:, :, torch.tensor([2])]
+    before = hash(step)
+    step.mask_mod = lambda b, h, q, k: q + 37 >= k
+    step.seq_lengths = (1, 64)
+    assert step.shape == (1, 1, 1, 64) and step.views().q_length == 1
+    assert hash(step) != before
+    query, key = torch.randn(2, 1, 1, 64, 8, dtype=torch.float64).unbind(0)
+    out = flex_attention(query[:, :, 37:38], key, key, block_mask=step, backend="reference")
+    weights = (query[:, :, 37:38] @ key[:, :, :38].mT * 8**-0.5).softmax(-1)
+    torch.testing.assert_close(out, weights @ key[:, :, :38])
+    for wrong in ((2, 64), (1, 65), (1, 48), (0, 64)):
+        with pytest.raises(BlockMaskError, match=r"seq_lengths .* may only shrink within"):
+            step.seq_lengths = wrong
+    with pytest.raises(BlockMaskError):
+        step.seq_lengths = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from anyflex.block_mask.create import create_block_mask, create_mask
 from anyflex.block_mask.elementwise_evaluation import TracedElements, elements_of
 from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.errors import ArgumentTypeError, BlockMaskError, ModIndexError, ModTraceError
+from anyflex.frontend.attention import flex_attention
 from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case
@@ -38,9 +41,12 @@ def test_blocks_of_every_mask_of_the_list_are_those_of_the_dense_mask(name: str)
         mask = create_block_mask(mod, sizes.batch, sizes.heads, q, kv, BLOCK_SIZE=block)
         live = dense_mask(mod, sizes.batch, sizes.heads, q, kv)
         check_kinds(mask, block_kinds(live, block))
-        assert mask.shape[0] == (sizes.batch if entry.batched else 1)
-        assert mask.shape[1] == (sizes.heads if entry.headed else 1)
-        assert mask.seq_lengths == (q, kv) and block == mask.BLOCK_SIZE
+        stored = (
+            sizes.batch if entry.batched else 1,
+            sizes.heads if entry.headed else 1,
+        )
+        assert mask.offsets.shape[:2] == stored
+        assert mask.shape == (sizes.batch, sizes.heads, q, kv) and block == mask.BLOCK_SIZE
         if seed == 0:
             ours = create_mask(mod, sizes.batch, sizes.heads, q, kv)
             assert torch.equal(ours, live)
@@ -82,14 +88,55 @@ def test_empty_masks_are_legal(sizes: tuple[int, int, int, int]) -> None:
 def test_a_constant_mask_is_legal() -> None:
     assert create_block_mask(lambda b, h, q, k: True, 2, 2, 9, 9).runs[0].tolist() == [0, 1, 1]
     nothing = create_block_mask(lambda b, h, q, k: False, 2, 2, 9, 9)
-    assert nothing.shape == (1, 1, 9, 9) and int(nothing.offsets[-1, -1, -1]) == 0
+    assert nothing.shape == (2, 2, 9, 9) and int(nothing.offsets[-1, -1, -1]) == 0
     assert create_mask(lambda b, h, q, k: False, 2, 2, 9, 9).shape == (2, 2, 9, 9)
 
 
-def test_batch_and_heads_are_one_where_the_mod_does_not_read_them() -> None:
-    assert create_block_mask(causal, 8, 16, 64, 64).shape == (1, 1, 64, 64)
-    assert create_block_mask(lambda b, h, q, k: q >= k + h, 8, 16, 64, 64).shape[:2] == (1, 16)
-    assert create_block_mask(lambda b, h, q, k: q >= k + b, 8, None, 64, 64).shape[:2] == (8, 1)
+@pytest.mark.parametrize(
+    ("mod", "stored"),
+    [
+        (causal, (1, 1)),
+        (lambda b, h, q, k: q >= k + h, (1, 3)),
+        (lambda b, h, q, k: q >= k + b, (8, 1)),
+    ],
+)
+def test_what_the_mod_does_not_read_is_stored_once_and_reported_as_asked(
+    mod: Any, stored: tuple[int, int]
+) -> None:
+    mask = create_block_mask(mod, 8, 3, 64, 70, BLOCK_SIZE=16)
+    assert tuple(mask.offsets.shape[:2]) == stored
+    again = copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("meta")
+    for same in (mask, *again):
+        assert same.shape == (8, 3, 64, 70) and same.numel() == 8 * 3 * 64 * 70
+    for same in again[:2]:
+        assert same == mask and hash(same) == hash(mask)
+    assert mask.row_slice(20, 21).shape == (8, 3, 1, 70)
+    assert mask.extend(100, 90).shape == (8, 3, 90, 100)
+    live = dense_mask(mod, 8, 3, 64, 70)
+    visited = (block_kinds(live, (16, 16)) != 0).int()
+    assert torch.equal(mask.to_dense(), visited)
+    assert f"shape={(8, 3, 64, 70)}" in repr(mask)
+    # A mask for 8 entries that are alike serves any number of them.
+    assert create_block_mask(mod, None, None, 64, 70, BLOCK_SIZE=16)[0, 0] == mask[0, 0]
+
+
+def test_a_mask_asked_for_some_batch_entries_that_are_alike_serves_others() -> None:
+    mask = create_block_mask(causal, 2, 5, 40, 40, BLOCK_SIZE=16)
+    query = torch.randn(3, 2, 40, 8, dtype=torch.float64)
+    out = flex_attention(query, query, query, block_mask=mask, backend="reference")
+    scores = (query @ query.mT * 8**-0.5).masked_fill(
+        ~torch.ones(40, 40).tril().bool(), -torch.inf
+    )
+    torch.testing.assert_close(out, scores.softmax(-1) @ query)
+
+
+def test_a_state_without_the_asked_sizes_is_read() -> None:
+    mask = create_block_mask(causal, 2, 5, 40, 40, BLOCK_SIZE=16)
+    state = mask.__getstate__()
+    del state["asked"]
+    old = BlockMask.__new__(BlockMask)
+    old.__setstate__(state)
+    assert old == mask and old.shape == (1, 1, 40, 40)
 
 
 def test_full_blocks_may_be_listed_as_partial() -> None:

@@ -182,6 +182,19 @@ def test_both_directions_agree_with_torch_on_every_mask_of_the_list(name: str) -
     assert read.traced.text == ours.traced.text
 
 
+@pytest.mark.parametrize("sizes", [(4, 2), (None, 2), (4, None)])
+@pytest.mark.parametrize("mod", [causal, lambda b, h, q, k: q + 16 * h >= k])
+def test_torchs_mask_has_the_batch_and_heads_that_were_asked_for(mod: Any, sizes: Any) -> None:
+    made = create_block_mask(mod, *sizes, 64, 50, BLOCK_SIZE=16).to_torch()
+    theirs = torch_flex.create_block_mask(mod, *sizes, 64, 50, device="cpu", BLOCK_SIZE=16)
+    assert made.shape == theirs.shape
+    for attribute in (*LISTS, "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+        ours, wanted = getattr(made, attribute), getattr(theirs, attribute)
+        assert torch.equal(ours, wanted) and ours.is_contiguous(), attribute
+    assert BlockMask.from_torch(made).shape == theirs.shape
+    assert torch.equal(made[-1, -1].kv_num_blocks, theirs[-1, -1].kv_num_blocks)
+
+
 def test_a_mask_made_of_full_runs_alone_converts_without_a_mask_mod() -> None:
     offsets = torch.tensor([[[0, 1, 2]]], dtype=torch.int32)
     runs = torch.tensor([[0, 1, 1], [0, 2, 1]], dtype=torch.int32)

@@ -169,7 +169,8 @@ class BlockMask(MaskContent):
     def to_torch(self) -> Any:
         """Return torch's BlockMask: the lists that its create_block_mask makes.
 
-        A FULL block that reaches past the lengths becomes PARTIAL, as torch has it.
+        Its B and H are those of `shape`. A FULL block that reaches past the lengths becomes
+        PARTIAL, as torch has it.
         """
         from anyflex.block_mask.torch_format import torch_mask
 
@@ -180,10 +181,10 @@ class BlockMask(MaskContent):
         """Return the mask of chosen batch entries, heads and rows of q blocks.
 
         Up to three indices: ints (the dimension stays, with length 1), slices, or one vector of
-        positions. Chosen rows are packed: they become rows 0, 1, ... and Q_LEN is theirs. kv is
-        never sliced. The mask mod goes along: it sees the indices that it saw in the whole mask.
-        (torch's slices need another one assigned; that works here too.) Raises BlockMaskError for
-        an index out of range.
+        positions; a fourth, for kv, can only be ``:``. Chosen rows are packed: they become rows 0,
+        1, ... and Q_LEN is theirs. The mask mod goes along: it sees the indices that it saw in the
+        whole mask. torch's slices keep the whole Q_LEN, and need a mask mod and ``seq_lengths``
+        assigned, which works here too. Raises BlockMaskError for an index out of range.
         """
         return self._derived(*slicing.select(self, index))
 
@@ -212,7 +213,7 @@ class BlockMask(MaskContent):
         """
         if in_graph():
             return rows_in_graph(self, start, stop, kv_len)
-        return self._derived(*row_slicing.sliced_rows(self, start, stop, kv_len))
+        return self._derived(*row_slicing.sliced_rows(self, start, stop, kv_len), self._asked)
 
     @outside_graphs
     def extend(
@@ -243,7 +244,7 @@ class BlockMask(MaskContent):
 
         return extended(self, kv_len, q_len, mask_mod, exact)
 
-    def _derived(self, views: MaskViews, shifts: Shifts) -> Self:
+    def _derived(self, views: MaskViews, shifts: Shifts, asked: tuple[int, int] | None) -> Self:
         """Return a mask of other rows with this mask's mask mod."""
         traced, opaque, mask_mod = self.traced, self.opaque, self._mask_mod
         if shifts and traced is not None:
@@ -256,7 +257,7 @@ class BlockMask(MaskContent):
         if alone is not None and traced is not None:
             sizes = zip(("b", "h"), self.offsets.shape[:2], views.shape[:2], strict=True)
             alone += tuple(index for index, before, now in sizes if before > 1 and now == 1)
-        return self._assembled(views, traced, opaque, mask_mod, alone)
+        return self._assembled(views, traced, opaque, mask_mod, alone, asked)
 
     def __repr__(self) -> str:
         return (

@@ -59,8 +59,8 @@ def create_block_mask(
 
     Args:
         mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``.
-        B, H: batch and head sizes, None for 1. The mask has size 1 where mask_mod doesn't
-            read the index.
+        B, H: batch and head sizes, None for 1. What mask_mod doesn't read is built and stored
+            once for all, and such a mask serves calls of any size.
         Q_LEN, KV_LEN: lengths in elements, 0 included.
         device: where the mask and its captured tensors shall be; None means where the captured
             tensors are, or the CPU.
@@ -99,6 +99,7 @@ def create_block_mask(
     wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs on the mask's device.
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
+    asked = batch, heads
     batch, heads = elements.grid(batch, heads)
     # The indices that an opaque mask mod reads aren't known, so a mask for one head may be wrong
     # for more.
@@ -108,7 +109,7 @@ def create_block_mask(
     if not separate_full_blocks:
         runs = runs._replace(kind=torch.full_like(runs.kind, PARTIAL))
     views = packed_views(runs, (batch, heads), lengths, block_size)
-    return BlockMask._assembled(views, traced, opaque, mask_mod, zero_alone).to(wanted)
+    return BlockMask._assembled(views, traced, opaque, mask_mod, zero_alone, asked).to(wanted)
 
 
 @outside_graphs

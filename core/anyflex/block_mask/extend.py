@@ -72,6 +72,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
         opaque,
         function if at_home is traced else None,
         mask._zero_alone,
+        mask._asked,
     )
 
 
@@ -96,7 +97,7 @@ def build_region(
         Runs whose rows count through batch, head and the rectangle's rows of blocks, and whose
         columns count from the rectangle's first.
     """
-    grid = mask.shape[:2]
+    grid = mask.offsets.shape[:2]
     shifts = {"q_idx": q_range[0], "kv_idx": kv_range[0]}
     if traced is not None:
         elements = elements_of(shifted_mod(traced, shifts), None, _CPU)

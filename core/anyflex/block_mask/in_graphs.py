@@ -78,7 +78,9 @@ def built_in_graph(
         write_request(request),
         device=wanted,
     )
-    return _mask(cls, (offsets, runs, mark), lengths, blocks, _on(traced, wanted), zero_alone)
+    moved = _on(traced, wanted)
+    outputs = offsets, runs, mark
+    return _mask(cls, outputs, lengths, blocks, moved, zero_alone, (batch, heads))
 
 
 def runs_in_graph(
@@ -100,7 +102,7 @@ def runs_in_graph(
     ints = [*lengths, *blocks, 0 if mask_mod is None else 1, room]
     outputs = checked_op(offsets, runs, ints)
     traced = None if mask_mod is None else _on(_traced(mask_mod), offsets.device)
-    return _mask(cls, outputs, lengths, blocks, traced, None)
+    return _mask(cls, outputs, lengths, blocks, traced, None, None)
 
 
 def rows_in_graph(mask: Mask, start: Any, stop: Any, kv_len: Any) -> Mask:
@@ -133,7 +135,8 @@ def rows_in_graph(mask: Mask, start: Any, stop: Any, kv_len: Any) -> Mask:
             text, traced.captured, numbers, traced.floats, traced.names, traced.depends_on_facts
         )
     lengths = stop - start, kv_length
-    return _mask(type(mask), outputs, lengths, mask.BLOCK_SIZE, traced, mask._zero_alone)
+    sizes = lengths, mask.BLOCK_SIZE
+    return _mask(type(mask), outputs, *sizes, traced, mask._zero_alone, mask._asked)
 
 
 def _mask(
@@ -143,10 +146,11 @@ def _mask(
     block_size: tuple[int, int],
     traced: TracedMod | None,
     zero_alone: tuple[str, ...] | None,
+    asked: tuple[int, int] | None,
 ) -> Mask:
-    offsets, runs, mark = outputs
-    mask = cls._unchecked(offsets, runs, lengths, block_size, traced, None, None, zero_alone, mark)
-    return mask
+    *structure, mark = outputs
+    parts = traced, None, None, zero_alone, asked, mark
+    return cls._unchecked(*structure, lengths, block_size, *parts)
 
 
 def _traced(mask_mod: Any) -> TracedMod:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from anyflex.errors import BlockMaskError
 from anyflex.mask_structure import views_registry
 from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.run_checks import check_structure, checked_device, checked_lengths
+from anyflex.mask_structure.runs import block_count
 from anyflex.mask_structure.structure_queries import BlockStructure
 from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tensors.torch_versions import dispatch_modes, version_counter
@@ -37,8 +39,9 @@ FORMAT = 2
 class MaskContent(BlockStructure):
     """The base of `BlockMask`: structure, mask mod, copies on other devices; attributes as there.
 
-    A mask is frozen but for `mask_mod`. It is checked once: where a user builds it, or, if it was
-    rebuilt from the leaves of a pytree, at its first use.
+    A mask is frozen but for `mask_mod`, and for `seq_lengths` that end inside of the same blocks.
+    It is checked once: where a user builds it, or, if it was rebuilt from the leaves of a pytree,
+    at its first use.
     """
 
     # Plain attributes: a call reads them under torch.compile.
@@ -57,6 +60,7 @@ class MaskContent(BlockStructure):
         opaque: MaskMod | None,
         mask_mod: MaskMod | None,
         zero_alone: tuple[str, ...] | None = None,
+        asked: tuple[int, int] | None = None,
         mark: Tensor | None = None,
     ) -> None:
         # Past `__setattr__`, which refuses to change them.
@@ -74,6 +78,8 @@ class MaskContent(BlockStructure):
         # Indices ("b", "h") that the mask mod reads although the structure was built for 0 only.
         # None where the structure wasn't computed from the mask mod: they needn't agree then.
         self._zero_alone = zero_alone
+        # B and H as `create_block_mask` was asked for them; None where they are B' and H'.
+        self._asked = asked
         # Structure for kernels where the mask is; None until it was checked.
         self.known_views: MaskViews | None = None
         # For each device the captured tensors' version counters and the copy made of them.
@@ -88,11 +94,12 @@ class MaskContent(BlockStructure):
         opaque: MaskMod | None = None,
         mask_mod: MaskMod | None = None,
         zero_alone: tuple[str, ...] | None = None,
+        asked: tuple[int, int] | None = None,
     ) -> Self:
         """Make a mask of parts that are known to be right."""
         sizes = (views.q_length, views.kv_length), views.block_size
         mask = cls._unchecked(
-            views.offsets, views.runs, *sizes, traced, opaque, mask_mod, zero_alone
+            views.offsets, views.runs, *sizes, traced, opaque, mask_mod, zero_alone, asked
         )
         mask.known_views = views_registry.shared(views)
         return mask
@@ -117,6 +124,7 @@ class MaskContent(BlockStructure):
             "opaque": self.opaque,
             "needs_mask_mod": self.needs_mask_mod,
             "alone": self._zero_alone,
+            "asked": self._asked,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -135,8 +143,28 @@ class MaskContent(BlockStructure):
             state["opaque"],
             sliced_mask_mod if state["needs_mask_mod"] else state["opaque"],
             state["alone"],
+            state.get("asked"),  # which older states of this format lack
         )
         self.views()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "seq_lengths":
+            super().__setattr__(name, value)
+            return
+        views, lengths = self.views(), checked_lengths(value)
+        shorter = dataclasses.replace(views, q_length=lengths[0], kv_length=lengths[1])
+        blocks = (views.q_blocks, views.kv_blocks)
+        if (block_count(lengths[0], self.BLOCK_SIZE[0]), shorter.kv_blocks) != blocks or any(
+            new > old for new, old in zip(lengths, self.seq_lengths, strict=True)
+        ):
+            raise BlockMaskError(
+                f"seq_lengths {self.seq_lengths} may only shrink within the last blocks, to the "
+                f"lengths of a call, got {lengths}: row_slice() makes a mask shorter, extend() "
+                "longer"
+            )
+        object.__setattr__(self, "seq_lengths", lengths)
+        self.known_views, self._hash = views_registry.shared(shorter), None
+        self._moved.clear()
 
     @property
     def mask_mod(self) -> MaskMod | None:
@@ -227,13 +255,14 @@ class MaskContent(BlockStructure):
             self.opaque,
             self._mask_mod if traced is None or not traced.captured else None,
             self._zero_alone,
+            self._asked,
         )
 
     @outside_graphs
     def __eq__(self, other: object) -> bool:
         """Same lengths, block size, blocks and mask mod: its graph, numbers and captured values,
-        or the same function where it could not be traced. The device and the room that `runs` has
-        for more don't count."""
+        or the same function where it could not be traced. The device, the room that `runs` has
+        for more and the B and H that stand for one B' and H' don't count."""
         if not isinstance(other, MaskContent):
             return NotImplemented
         if self is other:

@@ -18,33 +18,48 @@ __all__ = ["select"]
 _AXES = ("batch", "head", "q block")
 
 
-def select(mask: MaskContent, index: Any) -> tuple[MaskViews, dict[str, int | Tensor]]:
-    """Return the structure of a slice, and its shifts.
+def select(
+    mask: MaskContent, index: Any
+) -> tuple[MaskViews, dict[str, int | Tensor], tuple[int, int]]:
+    """Return the structure of a slice, its shifts, and its B and H.
 
     `shifts`: maps the mask mod's indices b, h and q_idx to those of the whole mask, where it reads
     them and they changed; see `anyflex.block_mask.offset_mask_mod`.
     """
     indices = index if isinstance(index, tuple) else (index,)
-    if len(indices) > 3:
+    if len(indices) > 4:
         raise BlockMaskError(
-            f"a block mask takes up to 3 indices (batch, head, q block), got {len(indices)}"
+            "a block mask takes up to 4 indices (batch, head, q block, and all kv blocks), got "
+            f"{len(indices)}"
         )
     if sum(isinstance(i, (Tensor, list)) for i in indices) > 1:
         raise BlockMaskError("a block mask takes at most one tensor index; index twice")
     views = mask.views()
     host = views.on(torch.device("cpu"))
-    sizes = (host.offsets.shape[0], host.offsets.shape[1], host.q_blocks)
+    for keys in indices[3:]:
+        if not isinstance(keys, slice) or keys.indices(host.kv_blocks) != (0, host.kv_blocks, 1):
+            raise BlockMaskError(
+                f"kv block index must keep all {host.kv_blocks} blocks, as ':' does, got "
+                f"{keys!r}; row_slice(..., kv_len=) keeps the first keys"
+            )
+    sizes = (*mask.shape[:2], host.q_blocks)
     padded = (*indices, slice(None), slice(None), slice(None))[:3]
     b, h, r = (
         _positions(i, size, axis) for i, size, axis in zip(padded, sizes, _AXES, strict=True)
     )
     length = _packed_length(padded[2], r, mask.seq_lengths[0], mask.BLOCK_SIZE[0])
-    place = (b[:, None, None], h[:, None], r)
+    # Entries that are stored once for all stay so.
+    stored_b, stored_h = (
+        torch.zeros(1, dtype=torch.int64, device="cpu") if stored == 1 < size else chosen
+        for chosen, stored, size in zip((b, h), host.shape, sizes, strict=False)
+    )
+    place = (stored_b[:, None, None], stored_h[:, None], r)
     edges = host.offsets.to(torch.int64)
     runs = gathered(
         edges[..., :-1][place].reshape(-1), edges[..., 1:][place].reshape(-1), host.runs
     )
-    chosen = packed_views(runs, (b.numel(), h.numel()), (length, host.kv_length), host.block_size)
+    grids = (stored_b.numel(), stored_h.numel())
+    chosen = packed_views(runs, grids, (length, host.kv_length), host.block_size)
     reads = indices_read(mask.traced, mask.opaque)
     rows = _row_shift(r, length, mask.seq_lengths[0], mask.BLOCK_SIZE[0])
     found = {"b": _shift(b), "h": _shift(h), "q_idx": rows}
@@ -53,7 +68,7 @@ def select(mask: MaskContent, index: Any) -> tuple[MaskViews, dict[str, int | Te
         for name, shift in found.items()
         if name in reads and (isinstance(shift, Tensor) or shift)
     }
-    return chosen.on(views.device), shifts
+    return chosen.on(views.device), shifts, (b.numel(), h.numel())
 
 
 def _shift(positions: Tensor) -> int | Tensor:

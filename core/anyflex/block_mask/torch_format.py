@@ -84,11 +84,11 @@ def torch_mask(mask: MaskContent) -> Any:
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
     lists = mask.views().index_lists(ragged_is_partial=True)
+    found = (getattr(lists, name) for name in TENSOR_FIELDS)
+    # torch's kernels read lists of all batch entries and heads, one behind the other.
+    sizes = mask.shape[:2]
     return TorchBlockMask.from_kv_blocks(
-        lists.kv_num_blocks,
-        lists.kv_indices,
-        lists.full_kv_num_blocks,
-        lists.full_kv_indices,
+        *(tensor.expand(*sizes, *tensor.shape[2:]).contiguous() for tensor in found),
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=mask.mask_mod,
         seq_lengths=mask.seq_lengths,

@@ -16,7 +16,7 @@ from anyflex.mask_structure.runs import PARTIAL, unpack
 
 __all__ = ["BlockStructure"]
 
-_FROZEN = ("offsets", "runs", "seq_lengths", "BLOCK_SIZE")
+_FROZEN = ("offsets", "runs", "BLOCK_SIZE")
 
 
 class BlockStructure:
@@ -27,6 +27,7 @@ class BlockStructure:
     runs: Tensor
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
+    _asked: tuple[int, int] | None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FROZEN:
@@ -41,8 +42,11 @@ class BlockStructure:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B', H', Q_LEN, KV_LEN)."""
-        return (self.offsets.shape[0], self.offsets.shape[1], *self.seq_lengths)
+        """(B, H, Q_LEN, KV_LEN). B and H are those that `create_block_mask` was asked for, also
+        where `offsets` has one B' or H' for all. Masks made otherwise, and those rebuilt from the
+        leaves of a pytree, say B' and H'."""
+        batch, heads = self._asked or self.offsets.shape[:2]
+        return (batch, heads, *self.seq_lengths)
 
     @property
     def device(self) -> torch.device:
@@ -68,8 +72,8 @@ class BlockStructure:
         return 100 * (1 - visited / total) if total else 0.0
 
     def to_dense(self) -> Tensor:
-        """Return int32 [B', H', Qb, Kb]: 1 for a block that is visited."""
-        return (self.views().dense() != 0).to(torch.int32)
+        """Return int32 [B, H, Qb, Kb]: 1 for a block that is visited."""
+        return (self.views().dense() != 0).to(torch.int32).expand(*self.shape[:2], -1, -1)
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """Draw the blocks, as torch does: █ all visited, ░ some, a space none.
@@ -94,7 +98,7 @@ class BlockStructure:
 
         Raises:
             BlockMaskError: `path` is no path, or doesn't end in .png, or `batch` or `head` is out
-                of range, or B' or H' is 0.
+                of range, or B or H is 0.
             OSError: the file can't be written.
         """
         if not isinstance(path, (str, os.PathLike)):
@@ -102,8 +106,8 @@ class BlockStructure:
         if not os.fspath(path).lower().endswith(".png"):
             raise BlockMaskError(f"path must end in .png, the one format of plot, got {path!r}")
         for name, value, size in (
-            ("batch", batch, self.offsets.shape[0]),
-            ("head", head, self.offsets.shape[1]),
+            ("batch", batch, self.shape[0]),
+            ("head", head, self.shape[1]),
         ):
             if not size:
                 raise BlockMaskError(
@@ -112,7 +116,8 @@ class BlockStructure:
             if not isinstance(value, int) or not 0 <= value < size:
                 raise BlockMaskError(f"{name} must be in 0..{size - 1}, got {value!r}")
         with open(path, "wb") as file:
-            file.write(picture.png(self.views(), batch, head))
+            last = (size - 1 for size in self.offsets.shape)
+            file.write(picture.png(self.views(), min(batch, next(last)), min(head, next(last))))
 
     def _repr_png_(self) -> bytes | None:
         """The picture of the first batch entry and head, for notebooks."""
