@@ -192,6 +192,16 @@ def test_torchs_mask_has_the_batch_and_heads_that_were_asked_for(mod: Any, sizes
         ours, wanted = getattr(made, attribute), getattr(theirs, attribute)
         assert torch.equal(ours, wanted) and ours.is_contiguous(), attribute
     assert BlockMask.from_torch(made).shape == theirs.shape
+    again = create_block_mask(mod, *sizes, 64, 50, BLOCK_SIZE=16)
+    for attribute in (*LISTS, "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+        assert torch.equal(getattr(again, attribute), getattr(theirs, attribute)), attribute
+        assert getattr(again, attribute) is getattr(again, attribute)
+        with pytest.raises(AttributeError):
+            setattr(again, attribute, getattr(theirs, attribute))
+    for flatten in (True, False):
+        for ours, wanted in zip(again.as_tuple(flatten), theirs.as_tuple(flatten), strict=True):
+            assert torch.equal(ours, wanted) if torch.is_tensor(wanted) else ours == wanted
+    assert BlockMask.from_torch(again) is again
     assert torch.equal(made[-1, -1].kv_num_blocks, theirs[-1, -1].kv_num_blocks)
 
 

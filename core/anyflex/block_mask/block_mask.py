@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["BlockMask"]
 
 
+def _torch_list(name: str) -> property:
+    @outside_graphs
+    def read(mask: BlockMask) -> Tensor:
+        from anyflex.block_mask.torch_format import torch_lists
+
+        return torch_lists(mask)[name]
+
+    return property(read, doc=f"`{name}` of `to_torch()`, derived when it is first asked for.")
+
+
 class BlockMask(MaskContent):
     """For each row of blocks a short list of runs of kv blocks, FULL or PARTIAL.
 
@@ -159,9 +169,12 @@ class BlockMask(MaskContent):
     def from_torch(cls, mask: Any) -> Self:
         """Return what a ``torch.nn.attention.flex_attention.BlockMask`` means.
 
-        Raises ArgumentTypeError if it is something else, BlockMaskError if it is damaged or of a
-        torch version whose masks hold more than this version of anyflex knows.
+        A mask of anyflex is returned as it is. Raises ArgumentTypeError if it is something else,
+        BlockMaskError if it is damaged or of a torch version whose masks hold more than this
+        version of anyflex knows.
         """
+        if isinstance(mask, cls):
+            return mask
         from anyflex.block_mask.torch_format import torch_fields
 
         return cls.from_kv_blocks(**torch_fields(mask))
@@ -175,6 +188,19 @@ class BlockMask(MaskContent):
         from anyflex.block_mask.torch_format import torch_mask
 
         return torch_mask(self)
+
+    kv_num_blocks = _torch_list("kv_num_blocks")
+    kv_indices = _torch_list("kv_indices")
+    full_kv_num_blocks = _torch_list("full_kv_num_blocks")
+    full_kv_indices = _torch_list("full_kv_indices")
+    q_num_blocks = _torch_list("q_num_blocks")
+    q_indices = _torch_list("q_indices")
+    full_q_num_blocks = _torch_list("full_q_num_blocks")
+    full_q_indices = _torch_list("full_q_indices")
+
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """Return torch's tuple of `to_torch()`, whose items differ by torch's version."""
+        return tuple(self.to_torch().as_tuple(flatten))
 
     @outside_graphs
     def __getitem__(self, index: Any) -> Self:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anyflex.block_mask.mask_function import sliced_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.errors import ArgumentTypeError, BlockMaskError
 
-__all__ = ["TENSOR_FIELDS", "torch_fields", "torch_mask"]
+__all__ = ["LISTS", "TENSOR_FIELDS", "torch_fields", "torch_lists", "torch_mask"]
 
 _MODULE = "torch.nn.attention.flex_attention"
 _NEEDED = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "kv_num_blocks", "kv_indices")
 _OPTIONAL = ("full_kv_num_blocks", "full_kv_indices")
 TENSOR_FIELDS = (*_NEEDED[-2:], *_OPTIONAL)
 """Attributes of torch's mask that say which blocks are live."""
+_TRANSPOSES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+LISTS = (*TENSOR_FIELDS, *_TRANSPOSES)
+"""Attributes of torch's mask that a mask of anyflex derives when it is asked for them."""
 _DERIVED = (
     # Ignored fields: transposes, which are derived again, and orders of deterministic
     # accumulation. Neither changes which elements are live.
-    "q_num_blocks",
-    "q_indices",
-    "full_q_num_blocks",
-    "full_q_indices",
+    *_TRANSPOSES,
     "dq_write_order",
     "dq_write_order_full",
     "dq_kv_order",
@@ -84,12 +85,23 @@ def torch_mask(mask: MaskContent) -> Any:
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
     lists = mask.views().index_lists(ragged_is_partial=True)
-    found = (getattr(lists, name) for name in TENSOR_FIELDS)
     # torch's kernels read lists of all batch entries and heads, one behind the other.
     sizes = mask.shape[:2]
+    found = {name: getattr(lists, name) for name in TENSOR_FIELDS}
+    found = {name: t.expand(*sizes, *t.shape[2:]).contiguous() for name, t in found.items()}
     return TorchBlockMask.from_kv_blocks(
-        *(tensor.expand(*sizes, *tensor.shape[2:]).contiguous() for tensor in found),
+        **found,
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=mask.mask_mod,
         seq_lengths=mask.seq_lengths,
     )
+
+
+def torch_lists(mask: MaskContent) -> dict[str, Tensor]:
+    """Return the lists of torch's mask by name, made once and kept with the mask's structure."""
+
+    def made() -> dict[str, Tensor]:
+        theirs = torch_mask(mask)
+        return {name: getattr(theirs, name) for name in LISTS}
+
+    return mask.views().once(("torch_lists", mask.shape[:2]), dict, made)
