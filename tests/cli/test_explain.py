@@ -108,6 +108,8 @@ def test_unused_options_are_listed_and_not_warned_of(
 ) -> None:
     result = command(*SMALL, "--option", "BLOCK_M=64", "--json")
     assert json.loads(result.out)["unused_options"] == ["BLOCK_M"]
+    result = command(*SMALL, "--option", "BACKEND=FLASH")
+    assert "unused    BACKEND (of torch's kernels)\n" in result.out
     assert not recwarn.list
 
 

@@ -72,6 +72,25 @@ def test_a_tuning_key_without_meaning_warns_once_and_is_listed_as_unused() -> No
     assert selection.spec.options == (("tile", 64),)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("BACKEND", "TRITON"),
+        ("BACKEND", "TRITON_DECODE"),
+        ("BACKEND", "FLASH"),
+        ("SPLIT_KV", 4),
+        ("PARTITION_SIZE", 128),
+        ("fwd_num_consumer_groups", 0),
+        ("num_buffers_warp_spec", 3),
+    ],
+)
+def test_keys_of_torchs_kernels_are_tuning_keys(key: str, value: object) -> None:
+    options = freeze_options({key: value})
+    with pytest.warns(PerformanceWarning, match=f"'{key}'.* ignored: it tunes torch's kernels"):
+        assert ask({key: value}).spec.options == ()
+    assert explain_selection(make_spec(), (), None, options).unused_options == (key,)
+
+
 def test_options_of_another_backend_are_no_error() -> None:
     given = {"cuda": {"pipeline": 3}, "cpu": {"tile": 16}, "mps": {"anything": 1}}
     assert ask(given).spec.options == (("tile", 16),)
@@ -85,7 +104,9 @@ def test_promises_are_honoured_silently(key: str, value: bool) -> None:
 
 
 def test_automatic_choice_and_no_skipping_are_honoured() -> None:
-    assert ask({"BACKEND": "AUTO", "SKIP_MASK_SCORE": False}).backend.name == "cpu"
+    given = {"BACKEND": "AUTO", "SKIP_MASK_SCORE": False}
+    assert ask(given).backend.name == "cpu"
+    assert explain_selection(make_spec(), (), None, freeze_options(given)).unused_options == ()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +162,12 @@ def test_automatic_choice_and_no_skipping_are_honoured() -> None:
         ({"cpu": {"fast": 1}}, ArgumentTypeError, r"of type bool.*got 1 \(int\)"),
         ({"cpu": {"tile": 32}, "BLOCK_M": 64}, ArgumentError, "same option 'tile'.*keep one"),
         ({"BACKEND": "X"}, ArgumentError, "'BACKEND'.*use the argument backend=.*got 'X'"),
-        ({"BACKEND": "FLASH"}, ArgumentError, "use the argument backend="),
+        (
+            {"BACKEND": "flash"},
+            ArgumentError,
+            "TRITON_DECODE or FLASH.* use the argument backend=",
+        ),
+        ({"SPLIT_KV": 0}, ArgumentError, "'SPLIT_KV'.*at least 1; got 0"),
         ({"SKIP_MASK_SCORE": True}, ArgumentError, "anyflex never leaves out the mods"),
         ({"ROWS_GUARANTEED_SAFE": "yes"}, ArgumentTypeError, "True or False; got 'yes'"),
     ],

@@ -15,6 +15,7 @@ from anyflex.frontend.checked_call import check
 from anyflex.frontend.eager_call import gather
 from anyflex.registry.backend_choice import Selection, TraceLine, explain_selection
 from anyflex.registry.forced_backends import names_in_force
+from anyflex.registry.options import TORCH_KEYS
 from anyflex.runtime.compiled_kernel import described
 from anyflex.runtime.plan import plan_for, spec_for
 from anyflex.tracing.mod_types import ScoreMod
@@ -78,7 +79,11 @@ class Explanation:
             lines.append(f"forced by {chosen.forced_by}")
         lines += [f"asked     {line}" for line in chosen.trace]
         if chosen.unused_options:
-            lines.append(f"unused    {', '.join(chosen.unused_options)}")
+            unused = (
+                f"{key} (of torch's kernels)" if key in TORCH_KEYS else key
+                for key in chosen.unused_options
+            )
+            lines.append(f"unused    {', '.join(unused)}")
         spec = chosen.spec
         lines.append(
             f"spec      {spec.device_type} {str(spec.dtype).removeprefix('torch.')} "

@@ -44,12 +44,14 @@ class TorchKey:
         allows: whether a value of the right type keeps the rule.
         effect: ``tuning`` changes speed only; ``promise`` allows shortcuts; ``meaning`` changes
             what is computed or by whom.
+        default: a value of a tuning key that asks for nothing.
     """
 
     type: type
     rule: str
     allows: Callable[[Any], bool] = lambda value: True
     effect: Literal["tuning", "promise", "meaning"] = "tuning"
+    default: object = None
 
 
 def _power_of_two(low: int, high: int) -> TorchKey:
@@ -85,6 +87,10 @@ _BOTH_DIRECTIONS: dict[str, TorchKey] = {
     "kpack": _at_least(1),
     "matrix_instr_nonkdim": _at_least(0),
     "waves_per_eu": _at_least(0),
+    "SPLIT_KV": _at_least(1),
+    "PARTITION_SIZE": _at_least(1),
+    "num_consumer_groups": _at_least(0),
+    "num_buffers_warp_spec": _at_least(0),
 }
 
 TORCH_KEYS: dict[str, TorchKey] = {
@@ -94,9 +100,10 @@ TORCH_KEYS: dict[str, TorchKey] = {
     "FORCE_USE_FLEX_ATTENTION": _FLAG,
     "BACKEND": TorchKey(
         str,
-        '"AUTO"; to choose a backend use the argument backend=, for example backend="reference"',
-        lambda value: value == "AUTO",
-        "meaning",
+        "AUTO, TRITON, TRITON_DECODE or FLASH, torch's kernels, which compute the same; to choose "
+        'a backend of anyflex use the argument backend=, for example backend="reference"',
+        lambda value: value in ("AUTO", "TRITON", "TRITON_DECODE", "FLASH"),
+        default="AUTO",
     ),
     "SKIP_MASK_SCORE": TorchKey(
         bool,
@@ -105,7 +112,7 @@ TORCH_KEYS: dict[str, TorchKey] = {
         "meaning",
     ),
 }
-"""All keys that torch documents, and SKIP_MASK_SCORE, which its CPU kernel reads."""
+"""All keys that torch documents, and those that its kernels read besides."""
 
 # torch's tile keys belong to one direction, so a prefix adds nothing.
 _SAME_KEY = {f"fwd_BLOCK_{side}": f"BLOCK_{side}" for side in ("M", "N")} | {
@@ -251,7 +258,7 @@ def resolve(
         name = by_torch_key.get(key) or by_torch_key.get(_SAME_KEY.get(key, key))
         if name is not None:
             take(name, value, f"kernel_options[{key!r}]")
-        elif rule.effect == "tuning":
+        elif rule.effect == "tuning" and value != rule.default:
             unused.append(key)
             tuning.append(key)
     return ResolvedOptions(tuple(sorted(values.items())), tuple(unused), tuple(tuning))
