@@ -24,6 +24,7 @@ from anyflex.errors import (
     ModTraceError,
     PerformanceWarning,
     PluginError,
+    TensorFormError,
 )
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
@@ -61,6 +62,7 @@ __all__ = [
     "ModTraceError",
     "PerformanceWarning",
     "PluginError",
+    "TensorFormError",
     "and_masks",
     "create_block_mask",
     "create_mask",

@@ -4,6 +4,8 @@ AnyflexError
 ├── ArgumentError (ValueError)            a value, shape, device or combination of arguments
 │   └── BlockMaskError                    building, converting or using a block mask
 ├── ArgumentTypeError (TypeError)         a wrong Python type or dtype
+│   └── TensorFormError                   rank, layout or dtypes of query, key and value; an
+│                                         ArgumentError and NotImplementedError too
 ├── ModTraceError (TypeError)             a mod that can't be traced
 │   └── ModIndexError (IndexError)        a captured read that leaves its tensor
 ├── BackendRefused (NotImplementedError)  nobody, or not the forced backend, takes the call
@@ -30,6 +32,7 @@ __all__ = [
     "ModTraceError",
     "PerformanceWarning",
     "PluginError",
+    "TensorFormError",
 ]
 
 
@@ -43,6 +46,13 @@ class ArgumentError(AnyflexError, ValueError):
 
 class ArgumentTypeError(AnyflexError, TypeError):
     """An argument of a wrong Python type, or a tensor of a wrong dtype or layout."""
+
+
+class TensorFormError(ArgumentError, ArgumentTypeError, NotImplementedError):
+    """A rank or layout of query, key or value that isn't taken, or dtypes that differ.
+
+    torch raises ValueError or NotImplementedError for these: this error is both.
+    """
 
 
 class BlockMaskError(ArgumentError):

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyflex import AuxRequest
-from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused
+from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, TensorFormError
 from tests.misuse.row import Attend, Table, inputs
 
 __all__ = ["TABLE"]
@@ -36,13 +36,13 @@ def value_is_none(attend: Attend) -> None:
     attend(query, key, None)
 
 
-@wrong(4, ArgumentError, "3|2, 16, 8", r"\(B, H, L, E\)", "unsqueeze", compiled=True)
+@wrong(4, TensorFormError, "3|2, 16, 8", r"\(B, H, L, E\)", "unsqueeze", compiled=True)
 def all_are_three_dimensional(attend: Attend) -> None:
     query, key, value = inputs()
     attend(query[0], key[0], value[0])
 
 
-@wrong(5, ArgumentError, "query", "1, 2, 2, 16, 8", compiled=True)
+@wrong(5, TensorFormError, "query", "1, 2, 2, 16, 8", compiled=True)
 def query_is_five_dimensional(attend: Attend) -> None:
     query, key, value = inputs()
     attend(query[None], key, value)
@@ -104,7 +104,7 @@ def float8(attend: Attend) -> None:
     attend(*(tensor.to(torch.float8_e4m3fn) for tensor in inputs()))
 
 
-@wrong(16, ArgumentTypeError, "query", "key", "float32", "float16", r"\.to\b", compiled=True)
+@wrong(16, TensorFormError, "query", "key", "float32", "float16", r"\.to\b", compiled=True)
 def dtypes_are_mixed(attend: Attend) -> None:
     query, key, value = inputs()
     attend(query, key.half(), value)
@@ -133,13 +133,13 @@ def meta_tensors(attend: Attend) -> None:
     attend(*(tensor.to("meta") for tensor in inputs()))
 
 
-@wrong(20, ArgumentTypeError, "key", "sparse", r"\.to_dense\(\)")
+@wrong(20, TensorFormError, "key", "sparse", r"\.to_dense\(\)")
 def key_is_sparse(attend: Attend) -> None:
     query, key, value = inputs()
     attend(query, key.to_sparse(), value)
 
 
-@wrong(21, ArgumentTypeError, "query", "nested", "pack")
+@wrong(21, TensorFormError, "query", "nested", "pack")
 def query_is_nested(attend: Attend) -> None:
     _, key, value = inputs()
     nested = torch.nested.nested_tensor(

@@ -120,18 +120,18 @@ def refuse_tensors(query: Any, key: Any, value: Any) -> NoReturn:
             )
         if tensor.is_nested:
             fail(
-                "ArgumentTypeError",
+                "TensorFormError",
                 f"{name} is a nested tensor; pack the documents into one dense tensor and keep "
                 "them apart with a block mask over document ids.",
             )
         if tensor.layout is not STRIDED:
             fail(
-                "ArgumentTypeError",
+                "TensorFormError",
                 f"{name} must be dense (layout torch.strided), got layout {tensor.layout}. Use "
                 f"{name}.to_dense().",
             )
         fail(
-            "ArgumentError",
+            "TensorFormError",
             f"{name} must have four dimensions (B, H, L, E), got shape "
             f"{[fixed(size) for size in tensor.shape]}. "
             "unsqueeze() adds a missing batch or head dimension.",
@@ -181,7 +181,7 @@ def _refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
                 "float64.",
             )
     fail(
-        "ArgumentTypeError",
+        "TensorFormError",
         f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and "
         f"{value.dtype}. Convert with .to(query.dtype).",
     )
