@@ -270,13 +270,59 @@ def test_a_wrong_result_is_refused(mod: Any, message: str) -> None:
         create_block_mask(mod, 1, 1, 16, 16)
 
 
-def test_a_captured_tensor_that_requires_grad_is_refused() -> None:
-    weight = torch.randn(16, requires_grad=True)
-    with pytest.raises(
-        BlockMaskError, match=r"tensor 'weight', shape \[16\].*requires grad.*\.detach\(\)"
-    ):
-        create_block_mask(lambda b, h, q, k: weight[k] > 0, 1, 1, 16, 16)
-    create_block_mask(lambda b, h, q, k: weight.detach()[k] > 0, 1, 1, 16, 16)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_captured_tensor_that_requires_grad_gets_none_from_a_mask(compiled: bool) -> None:
+    weight = torch.tensor([1.0, -1.0] * 8, requires_grad=True)
+    query = torch.randn(1, 2, 16, 8, requires_grad=True)
+    attend = flex_attention
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    for read in (weight, weight * 2):
+        mask = create_block_mask(lambda b, h, q, k, t=read: t[k] > 0, 1, 1, 16, 16, BLOCK_SIZE=8)
+        out = attend(query, query, query, block_mask=mask)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            query, query, query, weight[None] > 0
+        )
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+        (found,) = torch.autograd.grad(out.square().sum(), query)
+        (gradient,) = torch.autograd.grad(wanted.square().sum(), query)
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+    assert weight.grad is None
+    mask = create_block_mask(lambda b, h, q, k: weight[k] > 0, 1, 1, 16, 16)
+    with torch.no_grad():
+        weight.neg_()
+    assert torch.equal(create_mask(mask.mask_mod, 1, 1, 1, 16).view(16), weight > 0)
+
+
+class Window(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() < self.size
+
+
+class Bias(torch.nn.Module):
+    def forward(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q >= k, score, -torch.inf)
+
+
+def test_modules_are_mods() -> None:
+    places = torch.arange(20)
+    window = (places[:, None] - places).abs() < 3
+    assert torch.equal(create_mask(Window(), 1, 1, 20, 20)[0, 0], window)
+    assert torch.equal(create_mask(Bias(), 1, 1, 20, 20)[0, 0], window.new_ones(20, 20).tril())
+    check_kinds(
+        create_block_mask(Window(), 1, 1, 20, 20, BLOCK_SIZE=4),
+        block_kinds(window[None, None], (4, 4)),
+    )
+    any_number = type("AnyNumber", (torch.nn.Module,), {"forward": lambda *indices: True})
+    with pytest.raises(ModTraceError, match="takes any number of positional arguments"):
+        create_mask(any_number(), 1, 1, 20, 20)
+    with pytest.raises(BlockMaskError, match="mask_mod takes 5 positional arguments"):
+        create_block_mask(Bias(), 1, 1, 20, 20)
 
 
 @pytest.mark.parametrize(

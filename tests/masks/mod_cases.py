@@ -177,6 +177,16 @@ MOD_CASES: dict[str, ModCase] = {
         {"bias": (4, 19, 23)},
         bias=lambda bias, b, h, q, k: bias[h][q][k],
     ),
+    "dense_bias_for_all_queries": ModCase(
+        lambda bias: mods.dense_bias(bias),
+        {"bias": (2, 1, 1, 23)},
+        bias=lambda bias, b, h, q, k: bias[b][0][0][k],
+    ),
+    "dense_bias_for_all_keys": ModCase(
+        lambda bias: mods.dense_bias(bias),
+        {"bias": (4, 19, 1)},
+        bias=lambda bias, b, h, q, k: bias[h][q][0],
+    ),
     "dense_bias_for_all": ModCase(
         lambda bias: mods.dense_bias(bias),
         {"bias": (19, 23)},

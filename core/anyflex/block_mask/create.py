@@ -71,8 +71,7 @@ def create_block_mask(
             no compiler, and deterministic gradients need nothing from the mask.
 
     Raises:
-        BlockMaskError: a wrong argument, signature or result of mask_mod, or a captured tensor
-            that requires grad.
+        BlockMaskError: a wrong argument, or a wrong signature or result of mask_mod.
         ModTraceError: mask_mod can't be a mask mod.
         ModIndexError: an element that is looked at is live and reads outside of a captured tensor.
             What building needn't look at is checked when the mask is used.

@@ -3,6 +3,7 @@ assigned."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -75,7 +76,7 @@ def trace_mask_mod(
         device: where such a function runs; None means the CPU.
 
     Raises:
-        BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
+        BlockMaskError: a wrong signature or result.
         ModTraceError: the function is not a mod: it branches, reads values, is not pure.
     """
     if isinstance(function, RebuiltMaskMod):
@@ -92,13 +93,9 @@ def trace_mask_mod(
         with torch.no_grad():
             run_mask_once(function, device)
         return None, function
-    for position, tensor in enumerate(traced.captured):
-        if tensor.requires_grad:
-            raise BlockMaskError(
-                f"mask_mod reads {captured_name(traced, position)}, shape {list(tensor.shape)}, "
-                "which requires grad; a mask has no gradient: capture `.detach()` of it"
-            )
-    return traced, None
+    # A mask's bools have no gradient. A detached tensor shares its values.
+    captured = [tensor.detach() if tensor.requires_grad else tensor for tensor in traced.captured]
+    return dataclasses.replace(traced, captured=captured), None
 
 
 def captured_name(traced: TracedMod, position: int) -> str:

@@ -86,8 +86,8 @@ def dense_bias(bias: Tensor) -> ScoreMod:
     """Return the score mod ``score + bias[b, h, q_idx, kv_idx]``.
 
     Args:
-        bias: [Q, KV], [H, Q, KV] or [B, H, Q, KV], floating; may be learned. B and H may be 1,
-            for all batch entries and all heads.
+        bias: [Q, KV], [H, Q, KV] or [B, H, Q, KV], floating; may be learned. Each size may be 1,
+            for all batch entries, heads, queries or keys.
 
     Raises:
         ArgumentTypeError: a wrong type or dtype.
@@ -97,16 +97,11 @@ def dense_bias(bias: Tensor) -> ScoreMod:
     """
     check_tensor("dense_bias: bias", bias, ("[Q, KV]", "[H, Q, KV]", "[B, H, Q, KV]"), FLOATS)
     rank = bias.dim()
-    one_batch = rank == 4 and bias.shape[0] == 1
-    one_head = rank >= 3 and bias.shape[-3] == 1
+    one = tuple([size == 1 for size in bias.shape])  # the trace's key takes no lists
 
     def dense_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-        batch: Any = 0 if one_batch else b
-        head: Any = 0 if one_head else h
-        if rank == 2:
-            return score + bias[q_idx, kv_idx]
-        if rank == 3:
-            return score + bias[head, q_idx, kv_idx]
-        return score + bias[batch, head, q_idx, kv_idx]
+        indices = (b, h, q_idx, kv_idx)[4 - rank :]
+        chosen = [0 if single else index for single, index in zip(one, indices, strict=True)]
+        return score + bias[tuple(chosen)]
 
     return dense_mod

@@ -246,7 +246,7 @@ def mod_kind(function: Any, argument: str = "mod") -> Literal["score", "mask"]:
     if count == 4:
         return "mask"
     raise ModTraceError(
-        f"{argument} takes {count} positional arguments",
+        f"{argument} takes {'any number of' if count is None else count} positional arguments",
         operation="signature",
         hint="A score mod is f(score, b, h, q_idx, kv_idx), a mask mod f(b, h, q_idx, kv_idx).",
     )
@@ -332,6 +332,8 @@ def positional_count(function: Any, argument: str) -> int | None:
 
     if not callable(function):
         raise ArgumentTypeError(f"{argument} must be a function, got {type(function).__name__}")
+    if isinstance(function, torch.nn.Module):  # whose __call__ takes any arguments
+        function = function.forward
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise ArgumentTypeError(f"{argument} must be a plain function, got {function!r}")
     try:
