@@ -448,15 +448,23 @@ def test_mistakes_are_refused_by_the_errors_of_eager_calls(name: str) -> None:
         torch.compile(build, fullgraph=True, backend="eager")(torch.zeros(1))
 
 
-def test_a_captured_tensor_that_requires_grad_is_refused() -> None:
-    table = torch.zeros(64, requires_grad=True)
+def test_a_captured_tensor_may_require_grad_and_gets_none() -> None:
+    table = torch.randn(64, requires_grad=True)
 
-    @torch.compile(fullgraph=True, backend="eager")
-    def build(x: Tensor) -> Any:
-        return x + create_block_mask(lambda b, h, q, k: table[k] > 0, 1, 1, 64, 64).runs.sum()
+    def positive(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return table[kv_idx] > 0
 
-    with pytest.raises(BlockMaskError, match="requires grad; a mask has no gradient"):
-        build(torch.zeros(1))
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(x: Tensor) -> Any:
+        mask = create_block_mask(positive, None, None, 64, 64)
+        return anyflex.flex_attention(x, x, x, block_mask=mask)
+
+    x = torch.randn(1, 1, 64, 8, requires_grad=True)
+    out = attend(x)
+    out.sum().backward()
+    mask = create_block_mask(positive, None, None, 64, 64)
+    torch.testing.assert_close(out, anyflex.flex_attention(x, x, x, block_mask=mask))
+    assert x.grad is not None and table.grad is None
 
 
 def test_a_mask_for_one_batch_entry_serves_no_others_in_a_graph_either() -> None:

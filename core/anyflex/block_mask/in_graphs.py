@@ -161,15 +161,11 @@ def _traced(mask_mod: Any) -> TracedMod:
     if not callable(mask_mod):
         fail("ArgumentTypeError", f"mask_mod must be a function, got {type(mask_mod).__name__}")
     traced = trace_mod(mask_mod, "mask")
-    for position, tensor in enumerate(traced.captured):
-        if tensor.requires_grad:
-            fail(
-                "BlockMaskError",
-                f"mask_mod reads {captured_name(traced, position)}, shape "
-                f"{[fixed(size) for size in tensor.shape]}, which requires grad; a mask has no "
-                "gradient: capture `.detach()` of it",
-            )
-    return traced
+    # A mask's bools have no gradient. A detached tensor shares its values.
+    captured = [tensor.detach() if tensor.requires_grad else tensor for tensor in traced.captured]
+    return TracedMod(
+        traced.text, captured, traced.ints, traced.floats, traced.names, traced.depends_on_facts
+    )
 
 
 def _on(traced: TracedMod, device: torch.device) -> TracedMod:
