@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from anyflex.frontend.gradients import flex_attention_backward
     from anyflex.registry.forced_backends import use_backend
     from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
+    from anyflex.torch_routing.rerouting import reroute_torch, restore_torch
 
 __version__ = VERSION
 
@@ -74,6 +75,8 @@ __all__ = [
     "mods",
     "noop_mask",
     "or_masks",
+    "reroute_torch",
+    "restore_torch",
     "save_artifacts",
     "use_backend",
     "with_sinks",
@@ -89,6 +92,8 @@ _LATER = {
     "load_artifacts": "anyflex.runtime.cache_archive",
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
+    "reroute_torch": "anyflex.torch_routing.rerouting",
+    "restore_torch": "anyflex.torch_routing.rerouting",
     "save_artifacts": "anyflex.runtime.cache_archive",
     "use_backend": "anyflex.registry.forced_backends",
     "with_sinks": "anyflex.frontend.attention_sinks",

@@ -20,7 +20,8 @@ Names by subject, in the order in which a new backend meets them:
                              Derivative, Scatter, evaluate, parse_graph
     registration, hooks      register, register_hooks, hookimpl, CONTRACT, CONTRACT_MIN
     advanced                 integer_ranges, IntegerRange, operand_classes, type_class, Alignment,
-                             free_in_child, make_first_calls, isolated
+                             free_in_child, make_first_calls, isolated,
+                             unrouted_flex_attention
 
 Errors are in `anyflex`: a kernel raises `anyflex.BackendRefused` and the others from there.
 """
@@ -63,6 +64,7 @@ from anyflex.process.progress_line import ProgressLine
 from anyflex.registry.backend_table import isolated, register, register_hooks
 from anyflex.registry.hook_specs import hookimpl
 from anyflex.tensors.tensor_facts import Alignment
+from anyflex.torch_routing.rerouting import unrouted_flex_attention
 
 __all__ = [
     "CONTRACT",
@@ -110,4 +112,5 @@ __all__ = [
     "register_hooks",
     "simplify",
     "type_class",
+    "unrouted_flex_attention",
 ]

@@ -22,6 +22,7 @@ READERS = {
     "ANYFLEX_FALLBACK": environment.fallback,
     "ANYFLEX_CACHE_DIR": environment.cache_dir,
     "ANYFLEX_CHECK_INDICES": environment.check_indices,
+    "ANYFLEX_TORCH": environment.torch_devices,
 }
 
 
@@ -45,6 +46,10 @@ def test_every_variable_has_a_reader() -> None:
         ("ANYFLEX_FALLBACK", "quiet", "quiet"),
         ("ANYFLEX_CACHE_DIR", "/var/x", pathlib.Path("/var/x")),
         ("ANYFLEX_CHECK_INDICES", "0", False),
+        ("ANYFLEX_TORCH", None, None),
+        ("ANYFLEX_TORCH", "0", None),
+        ("ANYFLEX_TORCH", "1", ()),
+        ("ANYFLEX_TORCH", "cpu, npu", ("cpu", "npu")),
     ],
 )
 def test_values_are_parsed_and_empty_means_unset(
@@ -65,6 +70,7 @@ def test_values_are_parsed_and_empty_means_unset(
         ("ANYFLEX_CHECK_INDICES", "2", "0 or 1"),
         ("ANYFLEX_FALLBACK", "ignore", "error, warn or quiet"),
         ("ANYFLEX_CACHE_DIR", "relative/path", "an absolute path"),
+        ("ANYFLEX_TORCH", ",", "device types, comma-separated"),
     ],
 )
 def test_a_value_that_is_not_allowed_names_variable_value_and_what_is(

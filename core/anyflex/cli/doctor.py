@@ -21,9 +21,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "Prints versions, devices, every installed backend with self-tests on its device (a "
             "tiny forward and backward, and one row of decoding with GQA and a scale, against a "
             "dense float64 formula), plugins that can't be used and why, the environment "
-            "variables in force and the cache folder. Fails (1) if a self-test fails, a plugin is "
-            "broken or written for another contract, a variable has a value that isn't allowed, "
-            "or the cache folder that ANYFLEX_CACHE_DIR names can't be used."
+            "variables in force, whether torch's flex_attention goes to anyflex, and the cache "
+            "folder. Fails (1) if a self-test fails, a plugin is broken or written for another "
+            "contract, a variable has a value that isn't allowed, ANYFLEX_TORCH has no effect, or "
+            "the cache folder that ANYFLEX_CACHE_DIR names can't be used."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
@@ -49,6 +50,7 @@ def _text(facts: dict[str, Any]) -> list[str]:
         ("Hooks", [line for hook in facts["hooks"] for line in _hook(hook)]),
         ("Stale copies", _stale_copies(facts["stale_copies"])),
         ("Variables", _variables(facts)),
+        ("torch's flex_attention", _torch_routing(facts["torch_routing"])),
         ("Cache", _cache(facts["cache"])),
     ):
         if rows:
@@ -166,6 +168,11 @@ def _variables(facts: dict[str, Any]) -> list[str]:
         near = f"; did you mean {variable['nearest']}?" if variable["nearest"] else ""
         lines.append(f"{variable['name']} is set, and nobody reads it{near}")
     return lines or ["none is set"]
+
+
+def _torch_routing(routing: dict[str, Any]) -> list[str]:
+    devices = ", ".join(routing["devices"])
+    return [f"goes to anyflex on: {devices}" if devices else "is torch's own"]
 
 
 def _cache(cache: dict[str, Any]) -> list[str]:

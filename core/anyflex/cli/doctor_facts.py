@@ -28,6 +28,7 @@ from anyflex.registry.doctor_report import BackendRow, backend_rows, hook_rows
 from anyflex.registry.plugin_errors import first_line
 from anyflex.runtime import disk_cache
 from anyflex.tensors import torch_versions
+from anyflex.torch_routing.rerouting import rerouted_devices
 
 __all__ = ["collect"]
 
@@ -61,6 +62,7 @@ def collect() -> dict[str, Any]:
         "unknown_variables": [
             {"name": name, "nearest": nearest} for name, nearest in environment.unknown_variables()
         ],
+        "torch_routing": _torch_routing(),
         "cache": _cache(),
     }
     facts["failures"] = _failures(facts)
@@ -209,6 +211,24 @@ def _cache() -> dict[str, Any]:
     }
 
 
+def _torch_routing() -> dict[str, Any]:
+    """Return the devices on which torch's flex attention goes to anyflex in a process with these
+    variables, and what hinders ANYFLEX_TORCH."""
+    devices: tuple[str, ...] = ()
+    problem = None
+    try:
+        # It imports torch's module, at which the variable takes effect.
+        devices = rerouted_devices()
+        if not devices and environment.torch_devices() is not None:
+            problem = (
+                "torch didn't call anyflex's entry point: unset TORCH_DEVICE_BACKEND_AUTOLOAD, or "
+                "install anyflex again"
+            )
+    except AnyflexError as error:
+        problem = first_line(error)
+    return {"devices": list(devices), "problem": problem}
+
+
 def _failures(facts: dict[str, Any]) -> list[str]:
     """Return one line for everything that makes ``doctor`` fail."""
     failures = [hook["reason"] for hook in facts["hooks"] if hook["state"] == "broken"]
@@ -227,6 +247,8 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         for variable in facts["variables"]
         if variable["problem"] is not None
     ]
+    if facts["torch_routing"]["problem"] is not None:
+        failures.append(f"ANYFLEX_TORCH: {facts['torch_routing']['problem']}")
     registered = {backend["name"] for backend in facts["backends"]}
     forced = environment.backend_names()
     failures += [

@@ -30,6 +30,7 @@ __all__ = [
     "plugins",
     "reset",
     "strict",
+    "torch_devices",
     "unknown_variables",
     "variables_of_others",
 ]
@@ -121,6 +122,15 @@ def _fallback(text: str) -> str:
     return text
 
 
+def _device_types(text: str) -> tuple[str, ...] | None:
+    if text == "0":
+        return None
+    names = () if text == "1" else _list(text)
+    if text != "1" and not names:
+        raise ValueError("without a device type")
+    return names
+
+
 def _folder(text: str) -> pathlib.Path:
     try:
         path = pathlib.Path(text).expanduser()
@@ -200,6 +210,16 @@ check_indices = Variable(
     _switch,
     False,
 )
+torch_devices: Variable[tuple[str, ...] | None] = Variable(
+    "ANYFLEX_TORCH",
+    "Re-routes [torch's flex attention](torch.md) to anyflex, as `reroute_torch` does.",
+    "`0`",
+    "`1` for the devices that have a backend, or device types, comma-separated: `cpu,cuda`; `0`",
+    "import of torch's flex attention",
+    _device_types,
+    None,
+)
+"""Device types, none for the default ones; None without a re-routing."""
 
 VARIABLES: tuple[Variable[Any], ...] = (
     backend_names,
@@ -209,6 +229,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     fallback,
     cache_dir,
     check_indices,
+    torch_devices,
 )
 
 # name -> (the text that was read or None, its value)
@@ -243,10 +264,9 @@ _OTHERS = (
     "ANYFLEX_CPU_REQUIRE_LIBRARY",
     "ANYFLEX_CUDA_BLACKWELL",
     "ANYFLEX_RELEASE",
-    "ANYFLEX_TORCH",
     "ANYFLEX_XPU_IPEX",
 )
-"""Variables of other parts of the project: builds, backends, torch's hook."""
+"""Variables of other parts of the project: builds and backends."""
 
 
 def variables_of_others() -> list[tuple[str, str]]:
@@ -257,7 +277,7 @@ def variables_of_others() -> list[tuple[str, str]]:
 
 def unknown_variables() -> list[tuple[str, str | None]]:
     """Return each set variable ``ANYFLEX_*`` that nothing reads, with the nearest known name or
-    None. Names that other parts of the project read (builds, backends, torch's hook) are known."""
+    None. Names that other parts of the project read (builds, backends) are known."""
     import difflib
 
     found = []
