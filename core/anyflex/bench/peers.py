@@ -1,6 +1,7 @@
 """Peers that torch itself has: scaled dot product attention, and its own flex attention.
 
-They are called as a user of torch calls them, with nothing of anyflex between.
+They are called as a user of torch calls them, with nothing of anyflex between: also where
+ANYFLEX_TORCH re-routes torch's flex attention.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anyflex.bench.case import BenchCase, Inputs
+from anyflex.torch_routing.rerouting import unrouted_flex_attention
 
 __all__ = ["Attend", "Contender", "peers"]
 
@@ -105,8 +107,7 @@ def _flex(name: str, device: torch.device, options: dict[str, str]) -> Contender
         return None
 
     def prepare(inputs: Inputs) -> Attend:
-        from torch.nn.attention.flex_attention import flex_attention
-
+        flex_attention = unrouted_flex_attention()
         mask = None
         if inputs.block_mask is not None:
             mask = inputs.block_mask.to_torch()

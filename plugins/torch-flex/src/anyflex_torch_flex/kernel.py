@@ -13,14 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from anyflex import BackendRefused
-from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
+from anyflex.plugin import (
+    Call,
+    GradInputs,
+    Grads,
+    Kernel,
+    Outputs,
+    Saved,
+    Spec,
+    TensorSpec,
+    unrouted_flex_attention,
+)
 from anyflex_torch_flex.block_masks import torch_block_mask
 from anyflex_torch_flex.mods import MakeMods
 
 __all__ = ["TorchFlexKernel", "autograd_records", "in_another_thread"]
+
+# torch's own: after reroute_torch the public function would call this kernel again.
+flex_attention = unrouted_flex_attention()
 
 _WIDE = 128
 """Head dim above which float32 needs smaller tiles."""
