@@ -200,6 +200,47 @@ def test_a_backend_refuses_what_it_does_not_know(field: str) -> None:
     assert str(spec.unsupported_by(knows)).endswith("is not supported")
 
 
+IN_FLOAT64 = "cast f64 0 -;exp f64 1 -;cast f32 2 -;=3"
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("score_graph", f"input f32 - score;{IN_FLOAT64}"),
+        ("mask_graph", "input i64 - q_idx;cast f64 0 -;const f64 - 3.5;lt bool 1,2 -;=3"),
+    ],
+)
+def test_a_mod_in_a_type_that_is_not_declared_is_refused_by_its_function(
+    field: str, text: str
+) -> None:
+    without = frozenset(DTYPES.values()) - {torch.float64}
+    full = Capabilities(dtypes=frozenset({torch.float32}))
+    spec = dataclasses.replace(PLAIN, **{field: parse_graph(text)})
+    assert spec.unsupported_by(full) is None
+    reason = str(spec.unsupported_by(dataclasses.replace(full, node_dtypes=without)))
+    name = field.replace("graph", "mod")
+    assert reason.startswith(f"{name} computes in float64, which is not supported: convert to ano")
+    assert "float32" in reason.partition("there are")[2]
+
+
+def test_a_derivative_in_a_type_that_is_not_declared_is_left_to_core_or_refused() -> None:
+    # The slope of a maximum compares, in bool.
+    graph = parse_graph("input f32 - score;const f32 - 2.0;maximum f32 0,1 -;=2")
+    spec = dataclasses.replace(PLAIN, score_graph=graph)
+    can = Capabilities(
+        dtypes=frozenset({torch.float32}),
+        gradients=frozenset({"q"}),
+        node_dtypes=frozenset({torch.float32, torch.int64}),
+    )
+    assert spec.unsupported_by(can) is None
+    spec = dataclasses.replace(spec, gradients=("q",))
+    reason = "the derivative of score_mod computes in bool, which is not supported"
+    assert str(spec.unsupported_by(can)).startswith(reason)
+    by_core = dataclasses.replace(can, core_backward=True)
+    assert spec.unsupported_by(by_core) is None
+    assert str(by_core.gradient_refusal(spec)).startswith(reason)
+
+
 def test_every_field_that_may_be_unknown_is_tried() -> None:
     needed = {"device_type", "arch", "dtype", "head_dim", "value_head_dim"}
     assert {each.name for each in dataclasses.fields(Spec)} == {*ELSEWISE, *needed}
@@ -233,6 +274,7 @@ def test_a_graph_holds_no_name_that_generated_source_could_not(name: str) -> Non
         ({"dtypes": frozenset({"float32"})}, TypeError, "dtypes=.*frozenset of torch.dtype"),
         ({"dtypes": torch.float32}, TypeError, "dtypes=.*frozenset of torch.dtype, got torch.fl"),
         ({"captured_dtypes": [torch.int32]}, TypeError, "captured_dtypes=.*frozenset"),
+        ({"node_dtypes": frozenset({"f64"})}, TypeError, "node_dtypes=.*frozenset of torch.dtype"),
         ({"gradients": frozenset({"query"})}, ValueError, r"gradients=.*\['query'\]; there are"),
         ({"aux": "lse"}, TypeError, "aux=.*frozenset of str, got 'lse'"),
         ({"aux": frozenset({"LSE"})}, ValueError, r"aux=.*\['LSE'\]; there are"),

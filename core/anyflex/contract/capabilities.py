@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from anyflex.contract.spec import Spec
+from anyflex.mod_graph.dtypes import DTYPES
+from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.operations import OPERATIONS
 
 __all__ = ["CONTRACT_1_FIELDS", "Capabilities"]
@@ -48,6 +51,8 @@ class Capabilities:
         known_fields: names of the spec fields that the backend looks at; all others must have
             their defaults. A backend that takes other layouts than dense ones names ``q_layout``
             or ``kv_layout`` here.
+        node_dtypes: types of mod-graph nodes that can be lowered, in mods and in their
+            derivatives as `operations`. Indices are int64 nodes.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -66,10 +71,11 @@ class Capabilities:
     deterministic: bool = False
     operations: frozenset[str] = frozenset(OPERATIONS)
     known_fields: frozenset[str] = CONTRACT_1_FIELDS
+    node_dtypes: frozenset[torch.dtype] = frozenset(DTYPES.values())
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a declaration that can't be meant."""
-        for name in ("dtypes", "captured_dtypes"):
+        for name in ("dtypes", "captured_dtypes", "node_dtypes"):
             _check_set(name, getattr(self, name), torch.dtype, "torch.dtype")
         for name in ("aux", "gradients", "operations", "known_fields"):
             _check_set(name, getattr(self, name), str, "str")
@@ -121,10 +127,21 @@ class Capabilities:
         for facts in spec.captured:
             if facts.dtype not in self.captured_dtypes:
                 return f"a captured tensor of dtype {_name(facts.dtype)} is not supported"
-        for graph in (spec.score_graph, spec.mask_graph):
-            for node in graph.nodes if graph is not None else ():
-                if node.operation not in self.operations:
-                    return f"operation {node.operation} in a mod is not supported"
+        for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
+            reason = None if graph is None else self._node_refusal(graph.nodes, "a mod", name)
+            if reason is not None:
+                return reason
+        return None
+
+    def _node_refusal(self, nodes: Sequence[Node], where: str, function: str) -> str | None:
+        for node in nodes:
+            if node.operation not in self.operations:
+                return f"operation {node.operation} in {where} is not supported"
+            if node.dtype not in self.node_dtypes:
+                return (
+                    f"{function} computes in {_name(node.dtype)}, which is not supported: convert "
+                    f"to another type in it (there are: {_names(self.node_dtypes)})"
+                )
         return None
 
     def gradient_refusal(self, spec: Spec) -> str | None:
@@ -145,15 +162,15 @@ class Capabilities:
         return self._derivative_refusal(spec) if wanted else None
 
     def _derivative_refusal(self, spec: Spec) -> str | None:
-        if spec.score_graph is None or self.operations >= OPERATIONS.keys():
+        every_type = self.node_dtypes >= set(DTYPES.values())
+        if spec.score_graph is None or (every_type and self.operations >= OPERATIONS.keys()):
             return None
         from anyflex.mod_graph.differentiate import differentiate
 
         learned = (i for i, facts in enumerate(spec.captured) if facts.needs_grad)
-        for node in differentiate(spec.score_graph, wanted_captured=frozenset(learned)).nodes:
-            if node.operation not in self.operations:
-                return f"operation {node.operation} in the derivative of a mod is not supported"
-        return None
+        derivative = differentiate(spec.score_graph, wanted_captured=frozenset(learned))
+        where = "the derivative of a mod"
+        return self._node_refusal(derivative.nodes, where, "the derivative of score_mod")
 
 
 def _check_set(name: str, found: object, kind: type, called: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from anyflex.plugin import (
     CONTRACT_1_FIELDS,
+    DTYPES,
     Accepted,
     ArgumentError,
     Artifacts,
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MpsBackend"]
 
+_TYPES = frozenset(DTYPES.values()) - {torch.float64}
+"""Types of scalars that Metal has."""
+
 
 class MpsBackend(Backend):
     """Kernels in Metal for Apple GPUs."""
@@ -46,14 +50,10 @@ class MpsBackend(Backend):
         aux=frozenset({"lse", "max_scores"}),
         gradients=frozenset({"q", "k", "v", "captured", "lse"}),
         deterministic=True,
-        captured_dtypes=frozenset(
-            {
-                torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-                torch.float16, torch.bfloat16, torch.float32,
-            }
-        ),
+        captured_dtypes=_TYPES,
         known_fields=CONTRACT_1_FIELDS,
-    )  # fmt: skip
+        node_dtypes=_TYPES,
+    )
 
     def probe(self) -> Decision:
         """Look for an Apple GPU that torch can use."""

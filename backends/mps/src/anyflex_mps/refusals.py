@@ -23,11 +23,6 @@ def refusal(spec: Spec) -> str | None:
             f"the GPU {spec.arch!r} is older than Apple's M1, or virtual: it has no simdgroup "
             "matrices. Use a Mac with Apple silicon, or backend='reference'"
         )
-    for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
-        if graph is not None and any(node.dtype is torch.float64 for node in graph.nodes):
-            return (
-                f"{name} computes in float64, and Metal has no float64: convert to float32 in it"
-            )
     learned = sum(facts.needs_grad for facts in spec.captured)
     if len(spec.captured) + 2 * learned <= MOST_BUFFERS - OWN_BUFFERS:
         return None

@@ -104,6 +104,37 @@ def captured_dtypes(session: Session) -> None:
         compare(session, case, given)
 
 
+def _computed_in(dtype: torch.dtype) -> Any:
+    """Return a builder of a mod whose integers wrap in `dtype` and in no wider type."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if dtype is torch.bool:
+            added = (k % 3).to(dtype)
+        elif dtype.is_floating_point:
+            added = (k % 3).to(dtype) * 0.5
+        else:
+            added = (k * 2000).to(dtype) * (k * 2000 + 1).to(dtype) % 3
+        return s + added.to(s.dtype)
+
+    return lambda: mod
+
+
+@CASES.behaviour()
+def node_dtypes(session: Session) -> None:
+    """Mods that compute in each declared type are right; integers wrap in their type."""
+    can = session.backend.capabilities
+    session.needs("score_graph" in can.known_fields, "score mods aren't declared")
+    session.needs(
+        can.operations >= {"input", "const", "cast", "add", "mul", "mod"}
+        and torch.int64 in can.node_dtypes,
+        "arithmetic with indices isn't declared",
+    )
+    case = plain(session, "node_dtypes", score_mod="identity")
+    drawn = case.draw(session.device)
+    for dtype in sorted(can.node_dtypes, key=str):
+        compare(session, case, with_mod(drawn, "score", case, _computed_in(dtype)))
+
+
 @CASES.behaviour()
 def gradients(session: Session) -> None:
     """Each declared gradient can be asked for alone."""

@@ -10,7 +10,7 @@ import torch
 
 import anyflex
 from anyflex.errors import BackendRefused
-from anyflex.plugin import CapturedFacts, Rejected, Spec
+from anyflex.plugin import DTYPES, CapturedFacts, Rejected, Spec, parse_graph
 from anyflex.testing.case_types import Group
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.session import NotApplicable, Session
@@ -86,6 +86,11 @@ def _undeclared(session: Session) -> Iterator[tuple[str, Spec]]:
         if dtype not in can.captured_dtypes:
             facts = CapturedFacts(dtype, 1, needs_grad=False)
             yield f"captured {dtype}", other(captured=(facts,))
+    for name, dtype in DTYPES.items():
+        if dtype not in can.node_dtypes and "score_graph" in can.known_fields:
+            nodes = ("input i64 - kv_idx", f"cast {name} 1 -", "cast f32 2 -", "add f32 0,3 -")
+            text = ";".join(("input f32 - score", *nodes, "=4"))
+            yield f"mods in {dtype}", other(score_graph=parse_graph(text))
 
 
 @CASES.behaviour()

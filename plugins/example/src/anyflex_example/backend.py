@@ -51,6 +51,7 @@ class ExampleBackend(Backend):
         deterministic=True,
         operations=TORCH.operations(),
         known_fields=CONTRACT_1_FIELDS,
+        node_dtypes=frozenset(TORCH.types),
     )
     options: ClassVar[Mapping[str, Option]] = {
         "keys_at_once": Option(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anyflex import ModIndexError
-from anyflex.plugin import Call, Lowering, Node, Spec, differentiate, simplify
+from anyflex.plugin import DTYPES, Call, Lowering, Node, Spec, differentiate, simplify
 
 __all__ = ["TORCH", "Pairs", "load_source", "write_function", "write_source"]
 
@@ -67,7 +67,8 @@ TORCH: Lowering[Lines, str] = Lowering(
         "detach": "{0}",
     },
     emit=_emit,
-    types={dtype: str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+    # Leave out what the target lacks: `Capabilities.node_dtypes` is made of it.
+    types={dtype: str(dtype) for dtype in DTYPES.values()},
 )
 
 
