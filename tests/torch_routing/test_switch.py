@@ -179,7 +179,7 @@ def test_masks_are_torch_s_with_the_same_lists() -> None:
     ):
         live = getattr(wanted, counts)
         assert torch.equal(getattr(mask, counts), live)
-        # What is past the count is undefined.
+        # Places past the count hold anything.
         valid = torch.arange(getattr(wanted, indices).shape[-1]) < live[..., None]
         assert torch.equal(getattr(mask, indices)[valid], getattr(wanted, indices)[valid])
 
