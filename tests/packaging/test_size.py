@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = {
     "gradients of few KV heads by many programs": 390,
+    "fields of torch's block masks, its slices, options and types of errors": 90,
     "block masks built inside of compiled and exported programs": 480,
     "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
