@@ -591,3 +591,14 @@ def test_runs_are_merged_in_rows_of_more_than_the_limit_alone() -> None:
         [2, 1, 6, PARTIAL],
         [2, 8, 11, PARTIAL],
     ]
+
+
+def test_a_fake_mask_is_on_the_device_of_what_it_reads_and_its_mark_on_the_host() -> None:
+    with FakeTensorMode():
+        ids = torch.empty((2, 64), dtype=torch.int64, device="cuda")
+        mask = create_block_mask(masks.document(ids), 2, None, 64, 64)
+        host = create_block_mask(masks.document(ids), 2, None, 64, 64, device="cpu")
+    assert mask.device.type == mask.runs.device.type == mask.traced.captured[0].device.type
+    assert mask.device.type == "cuda"
+    assert mask.mark is not None and mask.mark.device.type == "cpu"
+    assert host.device.type == host.traced.captured[0].device.type == "cpu"

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_request import room
-from anyflex.mask_structure.runs import block_count
 from anyflex.tensors.symbolic_numbers import largest, least
 
 __all__ = ["built_op", "checked_op", "rows_op"]
@@ -84,12 +82,17 @@ def _fake(like: tuple[Any, Any, Any], most: Any, device: torch.device, needed: A
 def _fake_built(
     tensors: list[Tensor], ints: list[int], request: str, *, device: torch.device
 ) -> Outputs:
+    from anyflex.block_mask.mask_request import room
+    from anyflex.mask_structure.runs import block_count
+
     _, batch, heads, q_length, kv_length, q_block, kv_block = ints[:7]
     rows, columns = block_count(q_length, q_block), block_count(kv_length, kv_block)
     return _fake((batch, heads, rows), room(batch, heads, rows, columns), device)
 
 
 def _fake_checked(offsets: Tensor, runs: Tensor, ints: list[int]) -> Outputs:
+    from anyflex.mask_structure.runs import block_count
+
     q_length, _, q_block, _, _, capacity = ints
     batch, heads, _ = offsets.shape
     rows = block_count(q_length, q_block)
@@ -98,6 +101,8 @@ def _fake_checked(offsets: Tensor, runs: Tensor, ints: list[int]) -> Outputs:
 
 
 def _fake_rows(structure: list[Tensor], ints: list[int]) -> Outputs:
+    from anyflex.mask_structure.runs import block_count
+
     offsets, runs = structure[:2]
     _, _, q_block, kv_block, start, stop, kv_length, _ = ints
     batch, heads, _ = offsets.shape
