@@ -58,7 +58,7 @@ test-torch:
 test-newest-torch: TORCH := newest
 test-newest-torch:
 	$(READY) test
-	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,core compile registry mods spellings misuse masks block_masks) $(ARGS)
+	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,core compile registry mods spellings misuse masks block_masks torch_routing/test_switch.py) $(ARGS)
 	@$(RUN) -m anyflex conformance --backend reference --quick
 	@$(RUN) -m anyflex conformance --backend cpu --quick
 

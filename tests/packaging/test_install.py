@@ -25,6 +25,10 @@ from importlib.metadata import distributions, entry_points
 print(sorted(d.metadata["Name"].lower() for d in distributions()))
 print(sorted((e.name, e.value) for e in entry_points(group="anyflex.backends.v1")))
 """
+HOOK = """
+from importlib.metadata import entry_points
+print([e.value for e in entry_points(group="torch.backends") if e.load()() is None])
+"""
 REFERENCE = ("reference", "anyflex.reference.backend:ReferenceBackend")
 
 
@@ -52,6 +56,7 @@ def test_the_test_extra_installs_from_any_directory(
     for name in ("anyflex", "torch", "pluggy", "pytest", "hypothesis", "numpy"):
         assert f"'{name}'" in names
     assert backends == str([REFERENCE])
+    assert environment.evaluate(HOOK).strip() == "['anyflex_autoload:autoload']"
 
 
 @EACH_PIP
@@ -73,6 +78,7 @@ def test_core_and_a_backend_install_editable_together(
     environment.install("-e", ".[test]", "-e", "backends/cpu", cwd=checkout_with_backends)
     origin = environment.evaluate("import anyflex_cpu; print(anyflex_cpu.__file__)")
     assert Path(origin).is_relative_to(checkout_with_backends)
+    assert environment.evaluate(HOOK).strip() == "['anyflex_autoload:autoload']"
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
