@@ -56,9 +56,11 @@ def spellings() -> str:
     import torch
 
     from anyflex.tracing.conversions import FACTORIES
+    from anyflex.tracing.row_functions import ROWS
     from anyflex.tracing.torch_functions import FACTS, OPERATORS, SPELLINGS
 
-    known = {id(function) for function in (*SPELLINGS, *FACTORIES)}
+    reads = (torch.select, torch.Tensor.select)
+    known = {id(function) for function in (*SPELLINGS, *FACTORIES, *reads)}
     rows = [f"| operators | {_listed(OPERATORS)} |"]
     for written, namespace in (
         ("torch.", torch),
@@ -73,6 +75,10 @@ def spellings() -> str:
         ]
         label = written + "name()`" if "`" in written else f"`{written}`"
         rows.append(f"| {label} | {_listed(sorted(names))} |")
+    of_rows = sorted(name for name in ROWS if not name.startswith("_"))
+    rows.append(
+        f"| of [rows](#rows-of-captured-tensors): functions and methods | {_listed(of_rows)} |"
+    )
     rows.append(f"| facts, known when the mod is traced: `x.` | {_listed(FACTS)} |")
     return "\n".join(["| Written | Known |", "|---|---|", *rows]) + "\n"
 

@@ -89,7 +89,7 @@ def check(row: Row, attend: Attend, *, eager: bool = True) -> None:
             assert f":{error.line}" in text
             lines = [error.line]
         else:  # the compiler tells the way down to the mod's line
-            told = re.findall(rf'File "{re.escape(str(file))}", line (\d+)', text)
+            told = re.findall(rf'{re.escape(str(file))}(?:", line |:)(\d+)', text)
             lines = [int(line) for line in told]
         assert any(line is not None and first <= line < first + len(source) for line in lines)
 

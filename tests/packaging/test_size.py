@@ -11,6 +11,7 @@ CAPABILITIES = {
     "gradients of few KV heads by many programs": 390,
     "fields of torch's block masks, its slices, options and types of errors": 90,
     "block masks built inside of compiled and exported programs": 480,
+    "torch's masks and mods as they are: index lists, slices, rows of captured tensors": 1_010,
     "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
     "node_dtypes, names of anyflex.plugin by subject, decoding in doctor's self-tests": 130,

@@ -61,23 +61,23 @@ _LINES = r"""
 35 torch.softmax(s, -1) :: reduction :: one score
 36 torch.cumsum(s, 0) :: reduction :: one score
 37 w.sum() :: reduction :: 'w' :: outside
-38 s + w :: 'w' of shape \[16\] is used whole :: index
+38 s + w :: row of shape \[16\] of captured tensor 'w' :: index :: sum
 39 w[q:] :: slice
 40 w[s] :: dtype torch.float32
 41 w[m] :: dtype torch.bool :: torch.where
 42 w[u8[k]] :: dtype torch.uint8 :: `.long\(\)`
 43 w2[q, k, h] :: 3 indices :: rank 2
 44 w2[q] :: row of shape \[16\] :: scalar is needed
-45 torch.gather(w, 0, k) :: torch.gather :: `table\[k\]`
-46 w.index_select(0, k) :: index_select :: `table\[k\]`
-47 torch.take(w, k) :: torch.take :: `table\[k\]`
-48 F.embedding(k, w2) :: embedding :: `table\[k, j\]`
-49 torch.searchsorted(w, s) :: search :: table
-50 torch.bucketize(s, w) :: search :: table
-51 s.unsqueeze(0) :: change of shape :: scalar
-52 s.view(1) :: change of shape
-53 s.expand(2) :: change of shape
-54 torch.stack([s, s]) :: change of shape
+45 w[:k] :: slice :: to a symbol :: torch.where
+46 w.index_select(0, k) :: row of shape \[1\] where a scalar
+47 s if (w2[q] > 0) else -s :: branch :: torch.where
+48 F.embedding(k, w2) :: row of shape \[16\] of captured tensor 'w2'
+49 float(w2[q]) :: row of shape \[16\] :: scalar is needed
+50 w2[w2[q]] :: row of shape \[16\] :: scalar is needed
+51 s.unsqueeze(0) :: row of shape \[1\] :: scalar
+52 s.view(1) :: row of shape \[1\] :: scalar
+53 s.expand(2) :: row of shape \[2\] :: scalar
+54 torch.stack([s, s]) :: row of shape \[2\] :: scalar
 55 torch.complex(s, s) :: complex
 56 s + 1j :: complex
 57 torch.maximum(s, 1.0) :: torch.maximum :: must be Tensor :: torch.clamp

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.tensors.symbolic_numbers import INTS, NUMBERS, SYMBOLIC
-from anyflex.tracing.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Spellings, Symbol
+from anyflex.tracing.rows import PartialRead, Row
+from anyflex.tracing.symbol import BOOL, CATEGORY, FLOAT, INT, Spellings, Symbol
 from anyflex.tracing.trace_errors import NUMPY, refuse
 from anyflex.tracing.tracer import Tracer
 
-__all__ = ["FACTORIES", "SPELLED", "get_item"]
+__all__ = ["FACTORIES", "SPELLED", "get_item", "select"]
 
 SPELLED = Spellings()
 """Name in torch, Tensor or torch.nn.functional -> its spelling."""
@@ -172,11 +173,10 @@ def get_item(t: Tracer, tensor: Any, index: Any) -> Any:
     # Dynamo of torch 2.15 swaps a NumPy array and the symbol that indexes it.
     if isinstance(tensor, Symbol) and type(index).__name__ == "ndarray":
         refuse(*NUMPY)
-    if isinstance(tensor, (Symbol, PartialRead)):
+    if isinstance(tensor, (Symbol, PartialRead, Row)):
         return tensor[index]
     return t.read(tensor, index)
 
 
-@SPELLED.named("select")
 def select(t: Tracer, tensor: Any, dim: int, index: Any) -> Any:
-    return t.read(tensor, (*([slice(None)] * (dim % tensor.dim())), index))
+    return get_item(t, tensor, (*([slice(None)] * (dim % tensor.dim())), index))

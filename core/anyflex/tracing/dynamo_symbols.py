@@ -86,12 +86,13 @@ def register_symbols(mode: type) -> None:
 
 def _is_symbol(variable: Any, *, or_row: bool = False) -> bool:
     """Whether a variable of Dynamo stands for a symbol or, if asked, a captured tensor's row."""
-    from anyflex.tracing.symbol import PartialRead, Symbol
+    from anyflex.tracing.rows import PartialRead, Row
+    from anyflex.tracing.symbol import Symbol
 
     # Symbols are made in the trace, so they are never lazy; what is lazy must stay so.
     if type(variable) is not dynamo_name("variables.user_defined.UserDefinedObjectVariable"):
         return False
-    return variable.value_type is Symbol or (or_row and variable.value_type is PartialRead)
+    return variable.value_type is Symbol or (or_row and variable.value_type in (PartialRead, Row))
 
 
 def _compare_from_left(method: str) -> Handler:

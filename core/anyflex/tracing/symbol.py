@@ -18,25 +18,26 @@ from torch import Tensor
 
 from anyflex.errors import ModTraceError
 from anyflex.mod_graph.dtypes import DTYPES
-from anyflex.tensors.symbolic_numbers import INTS
 from anyflex.tracing.trace_errors import (
     BRANCH,
     branch_hint,
     refuse,
     refuse_function,
-    refuse_index,
     torch_function,
 )
 
 __all__ = [
     "CATEGORY",
+    "REFLECTED",
     "SPELLINGS",
-    "PartialRead",
+    "WHOLE",
     "Spellings",
     "Symbol",
     "SymbolTracer",
+    "Traced",
     "dispatch",
     "find_tracer",
+    "in_place",
     "refuse_out",
     "refusing",
     "spell",
@@ -47,11 +48,16 @@ CATEGORY = {
     name: FLOAT if dtype.is_floating_point else BOOL if dtype is torch.bool else INT
     for name, dtype in DTYPES.items()
 }
-INDEX_KINDS = {"i8": True, "i16": True, "i32": True, "i64": True}
-
-
 SPELLINGS: dict[Any, Callable[..., Any]] = {}
 """Torch function -> what it appends; filled by `anyflex.tracing.torch_functions`."""
+
+REFLECTED: dict[str, Callable[..., Any]] = {}
+"""Name of a method such as ``__rsub__`` -> its spelling. Dynamo calls these functions for
+``score - captured``, and finds them in no dictionary."""
+
+WHOLE: dict[Any, Callable[..., Any]] = {}
+"""Torch function -> its spelling, which takes rows of captured tensors as they are: indexing,
+reductions, changes of shape. `SPELLINGS` are applied to each element of rows."""
 
 Spelling = TypeVar("Spelling", bound=Callable[..., Any])
 
@@ -88,6 +94,14 @@ class SymbolTracer(Protocol):
         """Append a read of a captured tensor."""
         ...
 
+    def add_all(self, operation: str, kind: str, each: list[str], /) -> list[Symbol]:
+        """Append an operation many times."""
+        ...
+
+    def load_all(self, tensor: Tensor, arguments: list[str], /) -> list[Symbol]:
+        """Append reads of a captured tensor at several places."""
+        ...
+
     def operand(self, value: Any, /) -> Any:
         """Return a value as an operand: a symbol or a number."""
         ...
@@ -96,9 +110,31 @@ class SymbolTracer(Protocol):
         """Return a value as a symbol of a type."""
         ...
 
+    def symbol(self, value: Any, /) -> Symbol:
+        """Return a value as a symbol of its own type."""
+        ...
+
+    def constant(self, value: Any, kind: str, /) -> Symbol:
+        """Return a constant of the structure."""
+        ...
+
+    def is_row(self, value: Any, /) -> bool:
+        """Tell whether an operand has dimensions."""
+        ...
+
+    def select(self, items: list[Symbol], index: Symbol, /) -> Symbol:
+        """Return the item that a symbol numbers."""
+        ...
+
+    def over_rows(self, spelling: Callable[..., Any], args: Any, kwargs: dict[str, Any], /) -> Any:
+        """Apply a spelling to each element of rows."""
+        ...
+
 
 class Traced:
     """Base of what a mod under trace computes with: torch functions on it go to its tracer."""
+
+    tracer: SymbolTracer
 
     @classmethod
     def __torch_function__(
@@ -245,105 +281,10 @@ for _name, _refused in {
     setattr(Symbol, f"__{_name}__", refusing(*_refused))
 
 
-class PartialRead(Traced):
-    """A captured tensor with some of its indices given: ``table[h][q]`` is ``table[h, q]``."""
-
-    def __init__(self, tracer: SymbolTracer, tensor: Tensor, entries: list[str | None]) -> None:
-        self.tracer = tracer
-        self.tensor = tensor
-        self.entries = entries
-
-    def __getitem__(self, index: Any) -> Any:
-        items = list(index) if isinstance(index, tuple) else [index]
-        free = [d for d, entry in enumerate(self.entries) if entry is None]
-        given = 0
-        for item in items:
-            if item is not Ellipsis:
-                given += 1
-        if given > len(free):
-            refuse_index(
-                f"{given} indices for the {len(free)} dimensions left of "
-                f"{self.tracer.describe(self.tensor)} (rank {len(self.entries)})",
-                "Give one index a dimension.",
-            )
-        entries = list(self.entries)
-        d = 0
-        for item in items:
-            if item is Ellipsis:
-                d += len(free) - given
-            else:
-                entries[free[d]] = self.entry(item)
-                d += 1
-        for entry in entries:
-            if entry is None:
-                return PartialRead(self.tracer, self.tensor, entries)
-        return self.tracer.load(self.tensor, ",".join(entries) or "-")  # type: ignore[arg-type]
-
-    def shape_left(self) -> list[int]:
-        """Sizes of the dimensions that have no index yet."""
-        return [self.tensor.shape[d] for d, entry in enumerate(self.entries) if entry is None]
-
-    def entry(self, item: Any) -> str | None:
-        if isinstance(item, slice):
-            if item.start is None and item.stop is None and item.step is None:
-                return None
-            refuse(
-                "a slice of a captured tensor",
-                "slice",
-                "A mod reads one element: use an index, and torch.where for a range.",
-            )
-        if item is None:
-            refuse("None as an index", "indexing", "A mod reads one element.")
-        item = self.tracer.operand(item)
-        if isinstance(item, Symbol):
-            if item.kind not in INDEX_KINDS:
-                refuse_index(
-                    f"an index of dtype {DTYPES[item.kind]} into "
-                    f"{self.tracer.describe(self.tensor)}",
-                    "Indices are signed integers: use `.long()`, or torch.where for a condition.",
-                )
-        elif isinstance(item, bool) or not isinstance(item, INTS):
-            refuse_index(
-                f"a {type(item).__name__} as an index into {self.tracer.describe(self.tensor)}",
-                "Indices are integers.",
-            )
-        return str(self.tracer.as_kind(item, "i64").position)
-
-    def refuse_use(self) -> NoReturn:
-        left = self.shape_left()
-        given = len(self.entries) - len(left)
-        refuse(
-            f"a row of shape {left} of {self.tracer.describe(self.tensor)} (rank "
-            f"{len(self.entries)}, {given} of {len(self.entries)} indices given) where a scalar "
-            "is needed",
-            "captured tensor",
-            "Give one index a dimension.",
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__":
-            raise AttributeError(name)
-        self.refuse_use()
-
-
-def _refuse_use(self: PartialRead, *operands: Any) -> NoReturn:
-    self.refuse_use()
-
-
-# Python's defaults would be silent: any two objects are unequal, any object is true, and a loop
-# over one with __getitem__ has no end.
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand or "
-    "ror xor rxor lshift rlshift rshift rrshift matmul rmatmul divmod rdivmod lt le gt ge eq ne "
-    "neg pos abs invert bool int float index complex round len iter contains hash"
-).split():
-    setattr(PartialRead, f"__{_name}__", _refuse_use)
-
-
 def find_tracer(values: Any) -> SymbolTracer | None:
     """Return the tracer of the first symbol among `values`, one level of lists deep."""
     for value in values:
-        if isinstance(value, (Symbol, PartialRead)):
+        if isinstance(value, Traced):
             return value.tracer
         if isinstance(value, slice):
             value = (value.start, value.stop, value.step)
@@ -365,12 +306,22 @@ def spell(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a spelling, which takes leading operands by position only."""
-    if not kwargs:
-        return spelling(tracer, *args)
+    if kwargs:
+        args, kwargs = in_place(args, kwargs)
+    for value in (*args, *kwargs.values()):
+        if tracer.is_row(value):
+            return tracer.over_rows(spelling, args, kwargs)
+    return spelling(tracer, *args, **kwargs)
+
+
+def in_place(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with leading operands by position. Raises ModTraceError for ``out=``."""
     refuse_out(kwargs)
     given = [kwargs[name] for name in OPERANDS if name in kwargs]
     rest = {name: kwargs[name] for name in kwargs if name not in OPERANDS and name != "out"}
-    return spelling(tracer, *args, *given, **rest)
+    return (*args, *given), rest
 
 
 def refuse_out(kwargs: dict[str, Any]) -> None:
@@ -382,10 +333,17 @@ def dispatch(
     tracer: SymbolTracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Append what `func` does to at least one symbol."""
-    spelling = SPELLINGS.get(func)
-    if spelling is None:
+    reflected = REFLECTED.get(getattr(func, "__name__", ""))
+    if reflected is not None:
+        return spell(tracer, reflected, args, kwargs)
+    spelling, whole = SPELLINGS.get(func), WHOLE.get(func)
+    if spelling is None and whole is None:
         func = torch_function(func)
-        spelling = SPELLINGS.get(func)
+        spelling, whole = SPELLINGS.get(func), WHOLE.get(func)
+    if whole is not None:
+        args, kwargs = in_place(args, kwargs)
+        return whole(tracer, *args, **kwargs)
     if spelling is None:
-        refuse_function(func)
+        rows = [value for value in (*args, *kwargs.values()) if tracer.is_row(value)]
+        refuse_function(func, on_rows=len(rows) > 0)
     return spell(tracer, spelling, args, kwargs)

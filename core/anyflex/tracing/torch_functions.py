@@ -16,12 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anyflex.mod_graph.operations import RECORDS
-from anyflex.tracing import activations, arithmetic, conversions
-from anyflex.tracing.symbol import SPELLINGS, Symbol, refusing, spell
+from anyflex.tracing import activations, arithmetic, conversions, row_functions
+from anyflex.tracing.rows import Row
+from anyflex.tracing.symbol import (
+    REFLECTED,
+    SPELLINGS,
+    WHOLE,
+    Symbol,
+    in_place,
+    refusing,
+    spell,
+)
 from anyflex.tracing.trace_errors import NUMPY, REFUSED, refuse_function
 from anyflex.tracing.tracer import Tracer
 
-__all__ = ["FACTS", "OPERATORS", "SPELLINGS"]
+__all__ = ["FACTS", "OPERATORS", "SPELLINGS", "WHOLE"]
 
 
 _SPELLED = {
@@ -79,13 +88,24 @@ def _install() -> None:
             if callable(function) and not isinstance(function, type):
                 SPELLINGS[function] = spelled
     SPELLINGS[Tensor.where] = arithmetic.where_method
-    SPELLINGS[Tensor.__getitem__] = conversions.get_item
-    SPELLINGS[operator.getitem] = conversions.get_item
+    WHOLE[Tensor.__getitem__] = conversions.get_item
+    WHOLE[operator.getitem] = conversions.get_item
     for name, spelled in _METHODS.items():
         _install_operator(name, spelled)
+    for name, spelled in row_functions.ROWS.items():
+        for space in (*spaces, torch.linalg):
+            function = getattr(space, name, None)
+            if callable(function):
+                WHOLE[function] = spelled
+        if hasattr(Tensor, name):
+            for kind in (Symbol, Row):
+                setattr(kind, name, _whole_method(spelled))
     for name, spelled in _NAMED.items():
-        if hasattr(Tensor, name) and not hasattr(Symbol, name):
-            setattr(Symbol, name, _method(arithmetic.where_method if name == "where" else spelled))
+        for kind in (Symbol, Row):
+            made_new = kind is Row and name.startswith("new_")  # of another shape
+            if hasattr(Tensor, name) and name not in vars(kind) and not made_new:
+                method = _method(arithmetic.where_method if name == "where" else spelled)
+                setattr(kind, name, method)
     setattr(Symbol, "__array__", refusing(*NUMPY))  # noqa: B010
     for name in dir(Tensor):
         if not name.startswith("_") and not hasattr(Symbol, name):
@@ -106,15 +126,27 @@ def _install_operator(name: str, spelled: Callable[..., Any]) -> None:
 
     SPELLINGS[getattr(operator, f"__{name}__")] = spelled
     for method, target in ((f"__{name}__", spelled), (f"__r{name}__", reflected)):
-        if hasattr(Tensor, method):
-            SPELLINGS[getattr(Tensor, method)] = target
+        function = getattr(Tensor, method, None)
+        if function is not None:
+            SPELLINGS[function] = target
+            if target is reflected:
+                REFLECTED[function.__name__] = target
         if target is spelled or hasattr(int, method):
             setattr(Symbol, method, _method(target))
+            setattr(Row, method, _method(target))
 
 
 def _method(spelled: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Symbol, *args: Any, **kwargs: Any) -> Any:
         return spell(self.tracer, spelled, (self, *args), kwargs)
+
+    return method
+
+
+def _whole_method(spelled: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = in_place(args, kwargs)
+        return spelled(self.tracer, self, *args, **kwargs)
 
     return method
 

@@ -21,8 +21,8 @@ from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.custom_functions import in_custom_function, outside_of_functions
 from anyflex.tracing.dynamo_symbols import register_symbols
 from anyflex.tracing.eager_tracing import call_mod, codes_of
+from anyflex.tracing.rows import ONE_ELEMENT, PartialRead, Row
 from anyflex.tracing.symbol import (
-    PartialRead,
     Symbol,
     dispatch,
     find_tracer,
@@ -33,6 +33,7 @@ from anyflex.tracing.tensor_symbol import tensor_symbol
 from anyflex.tracing.torch_functions import SPELLINGS
 from anyflex.tracing.trace_errors import (
     PLAIN_REFUSED,
+    READS,
     change_in_place,
     refuse,
     refuse_index,
@@ -99,7 +100,10 @@ def on_plain_tensors(
         if made is not NotImplemented:
             return made
     refuse_out(kwargs)
-    refused = PLAIN_REFUSED.get(torch_function(func))
+    refused = None
+    # An eager trace that reads a value is made anew at each call; a compiled one would keep it.
+    if func not in READS or torch.compiler.is_dynamo_compiling():
+        refused = PLAIN_REFUSED.get(torch_function(func))
     if refused is None:
         refused = change_in_place(func)
     if refused is not None:
@@ -169,7 +173,7 @@ def trace_mod(
     if tracer.refused is not None:
         raise tracer.refused
     if kind == "score":
-        output = _score_result(tracer, result, symbols[0].kind)
+        output = _score_result(tracer, result, symbols[0].kind, function)
     else:
         output = _mask_result(tracer, result)
     return TracedMod(
@@ -182,11 +186,19 @@ def trace_mod(
     )
 
 
-def _score_result(tracer: Tracer, result: Any, kind: str) -> Symbol:
+def _score_result(tracer: Tracer, result: Any, kind: str, function: Any) -> Symbol:
     if result is None:
         refuse("a score mod that returns None", "return", "Did you forget `return`?")
-    if isinstance(result, PartialRead):
-        result.refuse_use()
+    if isinstance(result, (PartialRead, Row)):
+        known = isinstance(function, types.FunctionType)
+        fail(
+            "ModTraceError",
+            result.problem(),
+            operation="return",
+            hint=ONE_ELEMENT,
+            file=function.__code__.co_filename if known else None,
+            line=function.__code__.co_firstlineno if known else None,
+        )
     if isinstance(result, Tensor) and result.dim() > 0:
         refuse(
             f"a score mod that returns a tensor of shape {list(result.shape)}",
@@ -211,8 +223,8 @@ def _score_result(tracer: Tracer, result: Any, kind: str) -> Symbol:
 
 
 def _mask_result(tracer: Tracer, result: Any) -> Symbol:
-    if isinstance(result, PartialRead) or (isinstance(result, Tensor) and result.dim() > 0):
-        shape = list(result.shape) if isinstance(result, Tensor) else result.shape_left()
+    if isinstance(result, (PartialRead, Row)) or (isinstance(result, Tensor) and result.dim() > 0):
+        shape = result.shape_left() if isinstance(result, PartialRead) else list(result.shape)
         fail(
             "BlockMaskError",
             f"mask_mod returned something of shape {shape}; it must return one bool scalar. Index "

@@ -21,6 +21,7 @@ __all__ = [
     "CUSTOM_FUNCTION",
     "NUMPY",
     "PLAIN_REFUSED",
+    "READS",
     "REFUSED",
     "TRANSFORM",
     "branch_hint",
@@ -214,12 +215,17 @@ def _refused() -> dict[Any, tuple[str, str, str]]:
 REFUSED = _refused()
 """Function -> (problem, operation, cure)."""
 
+_ON_ROWS = tuple(_ADVICE[kind][0] for kind in ("reduction", "gather", "search", "shape", "many"))
 _HARMLESS = tuple(_ADVICE[kind][0] for kind in ("shape", "many", "device", "new"))
 PLAIN_REFUSED = {
     function: entry for function, entry in REFUSED.items() if not entry[0].startswith(_HARMLESS)
 }
 """Refused functions of captured tensors alone: changes of shape are harmless there."""
 
+READS = tuple(
+    getattr(Tensor, name) for name in "item tolist __int__ __float__ __bool__ __index__".split()
+)
+"""Functions that give Python the values of a captured tensor."""
 
 _WRITING = (
     "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift "
@@ -275,13 +281,17 @@ def function_name(func: Any) -> str:
     return "." + func.__self__.__name__ if name == "__get__" else name
 
 
-def refuse_function(func: Any) -> NoReturn:
-    """Raise ModTraceError for a torch function that the tracer doesn't know or refuses."""
+def refuse_function(func: Any, on_rows: bool = False) -> NoReturn:
+    """Raise ModTraceError for a torch function that the tracer doesn't know or refuses.
+
+    Args:
+        on_rows: of rows of captured tensors, on which vmap runs what a symbol has no use for.
+    """
     refused = REFUSED.get(func)
     if refused is None:
         refused = change_in_place(func)
     if refused is not None:
-        refuse(refused[0], refused[1], refused[2])
+        refuse(*refused, pure=on_rows and refused[0].startswith(_ON_ROWS))
     name = function_name(func)
     refuse(
         f"torch operation {name} is not one that a mod graph can hold",

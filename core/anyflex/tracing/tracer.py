@@ -13,7 +13,8 @@ from anyflex.mod_graph.dtypes import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.torch_derivatives import integer_clamp_saturates
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.symbolic_numbers import INTS, NUMBERS, SYMBOLIC
-from anyflex.tracing.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
+from anyflex.tracing.rows import MOST, PartialRead, Row, as_row, broadcast, row_of
+from anyflex.tracing.symbol import BOOL, CATEGORY, FLOAT, INT, Symbol, Traced
 from anyflex.tracing.trace_errors import NUMPY, TRANSFORM, refuse, refuse_custom_function
 
 __all__ = ["Tracer"]
@@ -74,6 +75,26 @@ class Tracer:
         if CATEGORY[kind] != FLOAT or operation in ("const", "number"):
             return symbol
         return self._node("detach", kind, str(symbol.position))
+
+    def add_all(self, operation: str, kind: str, each: list[str]) -> list[Symbol]:
+        """Append an operation many times, as `add` does, with ``"arguments attribute"`` of each.
+
+        Dynamo takes some milliseconds for each call that it follows: here is none.
+        """
+        if self.records_gradients and (
+            self.in_custom_function is not None or not torch.is_grad_enabled()
+        ):
+            return [self.add(operation, kind, *rest.split(" ")) for rest in each]
+        symbols = []
+        for rest in each:
+            line = f"{operation} {kind} {rest}"
+            position = self.positions.get(line)
+            if position is None:
+                position = len(self.lines)
+                self.positions[line] = position
+                self.lines.append(line)
+            symbols.append(self.make_symbol(self, position, kind))
+        return symbols
 
     def _node(
         self, operation: str, kind: str, arguments: str = "-", attribute: str = "-"
@@ -177,6 +198,10 @@ class Tracer:
             refuse(*TRANSFORM)
 
     def load(self, tensor: Tensor, arguments: str) -> Symbol:
+        return self.load_all(tensor, [arguments])[0]
+
+    def load_all(self, tensor: Tensor, arguments: list[str]) -> list[Symbol]:
+        """Append reads of a captured tensor at several places."""
         self.refuse_transform()
         read_facts = self.read_facts
         dtype = tensor.dtype
@@ -192,9 +217,10 @@ class Tracer:
             )
         for i, known in enumerate(self.captured):
             if known is tensor:
-                return self.add("load", kind, arguments, str(i))
+                return self.add_all("load", kind, [f"{each} {i}" for each in arguments])
         self.captured.append(tensor)
-        return self.add("load", kind, arguments, str(len(self.captured) - 1))
+        last = len(self.captured) - 1
+        return self.add_all("load", kind, [f"{each} {last}" for each in arguments])
 
     def operand(self, value: Any) -> Any:
         """Return a symbol, or a Python number as it is."""
@@ -203,7 +229,7 @@ class Tracer:
         if isinstance(value, torch.SymBool):
             number: Any = torch.sym_ite(value, 1, 0)  # type: ignore[no-untyped-call]
             return self.as_kind(self.number(number, "i64"), "bool")
-        if isinstance(value, PartialRead):
+        if isinstance(value, (PartialRead, Row)):
             value.refuse_use()
         if isinstance(value, Tensor):
             if self.rank(value) == 0:
@@ -289,6 +315,65 @@ class Tracer:
         if not isinstance(tensor, Tensor):  # to Dynamo, NumPy's arrays are much like tensors
             refuse(*NUMPY)
         return PartialRead(self, tensor, [None] * self.rank(tensor))[index]
+
+    def is_row(self, value: Any) -> bool:
+        """Tell whether an operand has dimensions: a row, or a captured tensor used whole."""
+        if isinstance(value, Symbol):
+            return False
+        return isinstance(value, Traced) or (isinstance(value, Tensor) and self.rank(value) > 0)
+
+    def over_rows(self, spelling: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Apply a spelling to each element of its operands, broadcast as tensors are."""
+        given = [*args, *kwargs.values()]
+        has_row = [self.is_row(value) for value in given]
+        rows = [
+            as_row(self, value) for value, is_row in zip(given, has_row, strict=True) if is_row
+        ]
+        shape = broadcast(rows)
+        sources = [row.source for row in rows if row.source is not None]
+        count = 1
+        for size in shape:
+            count *= size
+        if count > MOST:
+            refuse(
+                f"rows of shape {shape} together, of which a mod graph holds at most {MOST} "
+                "elements",
+                "broadcasting",
+                "Reduce the rows one after the other.",
+                pure=True,
+            )
+        stretched = [self.stretched(row, shape) for row in rows]
+        results = []
+        for i in range(count):
+            element = [row[i] for row in reversed(stretched)]
+            each = [
+                element.pop() if is_row else value
+                for value, is_row in zip(given, has_row, strict=True)
+            ]
+            named = dict(zip(kwargs, each[len(args) :], strict=True))
+            results.append(spelling(self, *each[: len(args)], **named))
+        if results and not isinstance(results[0], Symbol):  # a fact, as is_floating_point()
+            return results[0]
+        return row_of(self, shape, results, sources[0] if sources else None)
+
+    def stretched(self, row: Row, shape: list[int]) -> list[Symbol]:
+        """Return the elements of a row in a shape that it broadcasts to."""
+        sizes = [1] * (len(shape) - len(row.sizes)) + list(row.sizes)
+        offsets = [0]
+        for size, wanted in zip(sizes, shape, strict=True):
+            step = 0 if size == 1 else 1
+            offsets = [offset * size + i * step for offset in offsets for i in range(wanted)]
+        return [row.items[offset] for offset in offsets]
+
+    def select(self, items: list[Symbol], index: Symbol) -> Symbol:
+        """Return the item that a symbol numbers, from either end."""
+        result = items[0]
+        for i in range(1, len(items)):
+            chosen = self.binary("eq", index, self.constant(i, index.kind), index.kind, "bool")
+            last = self.constant(i - len(items), index.kind)
+            chosen = chosen | self.binary("eq", index, last, index.kind, "bool")
+            result = self.where(chosen, items[i], result)
+        return result
 
     def text(self, output: Symbol) -> str:
         return ";".join(self.lines) + f";={output.position}"
