@@ -11,7 +11,7 @@ AnyflexError
 ├── BackendRefused (NotImplementedError)  nobody, or not the forced backend, takes the call
 ├── PluginError (RuntimeError)            a plugin that is broken
 │   └── BackendConflict                   two distributions under one backend name
-├── GraphCaptureError (RuntimeError)      a spec would have to be compiled inside a graph capture
+├── GraphCaptureError (RuntimeError)      a graph capture that would compile, or freeze a seed
 └── AllocationError (MemoryError, RuntimeError)  there is not enough memory for the call
 
 PerformanceWarning (UserWarning)          the call works, slower than it could
@@ -125,7 +125,8 @@ class BackendConflict(PluginError):
 
 
 class GraphCaptureError(AnyflexError, RuntimeError):
-    """A kernel would have to be compiled while a device graph is being captured."""
+    """While a device graph is being captured, a kernel would have to be compiled, or weights be
+    dropped."""
 
 
 class AllocationError(AnyflexError, MemoryError, RuntimeError):

@@ -14,7 +14,7 @@ Names by subject, in the order in which a new backend meets them:
 
     what a backend is        Backend, Kernel, Capabilities, Option, Accepted, Rejected, Decision
     what is compiled         Spec, CapturedFacts, Artifacts, ProgressLine, CONTRACT_1_FIELDS
-    what a kernel is given   Call, Outputs, Saved, GradInputs, Grads, TensorSpec
+    what a kernel is given   Call, Dropout, Outputs, Saved, GradInputs, Grads, TensorSpec
     block masks              MaskViews, FULL, PARTIAL
     mods                     ModGraph, Node, DTYPES, OPERATIONS, Lowering, simplify, differentiate,
                              Derivative, Scatter, evaluate, parse_graph
@@ -34,6 +34,7 @@ from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.decision import Accepted, Decision, Rejected
+from anyflex.contract.dropout import Dropout
 from anyflex.contract.option import Option
 from anyflex.contract.spec import CapturedFacts, Spec
 
@@ -83,6 +84,7 @@ __all__ = [
     "CapturedFacts",
     "Decision",
     "Derivative",
+    "Dropout",
     "GradInputs",
     "Grads",
     "IntegerRange",

@@ -67,9 +67,34 @@ def is_causal(attend: Attend) -> None:
     attend(*inputs(), is_causal=True)
 
 
-@wrong(41, TypeError, "dropout_p")
-def dropout(attend: Attend) -> None:
-    attend(*inputs(), dropout_p=0.1)
+@wrong(41, TypeError, "dropout'")
+def dropout_by_another_name(attend: Attend) -> None:
+    attend(*inputs(), dropout=0.1)
+
+
+@wrong(41, ArgumentError, "dropout_p", "at least 0", "below 1", r"got 1\.0", compiled=True)
+def dropout_of_everything(attend: Attend) -> None:
+    attend(*inputs(), dropout_p=1.0)
+
+
+@wrong(41, ArgumentError, "dropout_p", r"got -0\.1", compiled=True)
+def negative_dropout(attend: Attend) -> None:
+    attend(*inputs(), dropout_p=-0.1)
+
+
+@wrong(41, ArgumentError, "dropout_p", "got nan", compiled=True)
+def dropout_is_nan(attend: Attend) -> None:
+    attend(*inputs(), dropout_p=float("nan"))
+
+
+@wrong(41, ArgumentTypeError, "dropout_p", "float", "Tensor", r"\.item\(\)", compiled=True)
+def dropout_is_a_tensor(attend: Attend) -> None:
+    attend(*inputs(), dropout_p=torch.tensor(0.1))
+
+
+@wrong(41, ArgumentTypeError, "dropout_p", "float", "bool", compiled=True)
+def dropout_is_true(attend: Attend) -> None:
+    attend(*inputs(), dropout_p=True)
 
 
 # Known to torch, so no backend's own: the message says whose the nearest key is.

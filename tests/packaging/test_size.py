@@ -16,6 +16,7 @@ CAPABILITIES = {
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
     "node_dtypes, names of anyflex.plugin by subject, decoding in doctor's self-tests": 130,
     "what authors of backends declare and read: node_dtypes, doctor on decoding": 130,
+    "attention dropout: one mask of all backends, forward and backward; its cases": 430,
 }
 """Lines that came with what the sources couldn't do when they had at most 68,000."""
 LIMITS = {

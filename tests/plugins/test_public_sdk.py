@@ -19,11 +19,11 @@ from anyflex import plugin
 NAMES = """
     CONTRACT CONTRACT_1_FIELDS CONTRACT_MIN DTYPES FULL OPERATIONS PARTIAL Accepted Alignment
     AnyflexError ArgumentError Artifacts Backend BackendRefused Call Capabilities CapturedFacts
-    Decision Derivative GradInputs Grads IndexLists IntegerRange Kernel Lowering MaskViews ModGraph
-    ModIndexError Node Option Outputs PerformanceWarning PluginError ProgressLine Rejected Saved
-    Scatter Spec TensorSpec differentiate evaluate free_in_child hookimpl integer_ranges isolated
-    make_first_calls operand_classes parse_graph register register_hooks simplify simplify_nodes
-    type_class
+    Decision Derivative Dropout GradInputs Grads IndexLists IntegerRange Kernel Lowering MaskViews
+    ModGraph ModIndexError Node Option Outputs PerformanceWarning PluginError ProgressLine Rejected
+    Saved Scatter Spec TensorSpec differentiate evaluate free_in_child hookimpl integer_ranges
+    isolated make_first_calls operand_classes parse_graph register register_hooks simplify
+    simplify_nodes type_class
 """.split()
 
 ELSEWHERE = {
@@ -145,7 +145,15 @@ def test_reserved_fields_of_a_call_have_what_contract_1_gives_them() -> None:
     tensor = torch.zeros(1, 1, 1, 1)
     call = plugin.Call(tensor, tensor, tensor, None, (), (), (), 1.0)
     assert call.index_offsets == (0, 0, 0, 0)
-    for name in ("q_lengths", "kv_lengths", "page_table", "k_scale", "v_scale", "rng", "sinks"):
+    for name in (
+        "q_lengths",
+        "kv_lengths",
+        "page_table",
+        "k_scale",
+        "v_scale",
+        "dropout",
+        "sinks",
+    ):
         assert getattr(call, name) is None
 
 

@@ -31,7 +31,7 @@ ODD = [
     "'\"",
     "\\n",
 ]
-ODD += ["é", "|", ";", "=", ", ", "anyflex-request-4", ""]
+ODD += ["é", "|", ";", "=", ", ", "anyflex-request-5", ""]
 OPTIONS: list[Any] = [*ODD, True, False, 0, -3, 10**30, 1.0, 0.1, -0.0, 1e-300]
 SIZES = Sizes(2, 4, 2, 21, 37)
 

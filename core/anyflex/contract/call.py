@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from anyflex.contract.dropout import Dropout
+
 if TYPE_CHECKING:
     from anyflex.mask_structure.device_views import MaskViews
 
@@ -50,8 +52,8 @@ class Call:
             same shapes and strides (of a dimension of one element the stride may differ), and
             whose block masks' offsets have the same shape: a kernel may put there what follows
             from these. None for a call that no plan was made for.
-        q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: reserved, None in
-            contract 1.
+        dropout: numbers that say which pairs are dropped, where ``Spec.dropout``; else None.
+        q_lengths, kv_lengths, page_table, k_scale, v_scale, sinks: reserved, None in contract 1.
     """
 
     query: Tensor
@@ -65,6 +67,7 @@ class Call:
     score_function: Callable[..., Tensor] | None = None
     mask_function: Callable[..., Tensor] | None = None
     kept: dict[object, Any] | None = field(default=None, repr=False)
+    dropout: Dropout | None = None
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: ClassVar[tuple[int, int, int, int]] = (0, 0, 0, 0)
     q_lengths: ClassVar[None] = None
@@ -72,7 +75,6 @@ class Call:
     page_table: ClassVar[None] = None
     k_scale: ClassVar[None] = None
     v_scale: ClassVar[None] = None
-    rng: ClassVar[None] = None
     sinks: ClassVar[None] = None
 
 

@@ -49,8 +49,8 @@ class Capabilities:
         operations: names of mod-graph operations that can be lowered, in mods and, for gradients
             of its own, in their derivatives.
         known_fields: names of the spec fields that the backend looks at; all others must have
-            their defaults. A backend that takes other layouts than dense ones names ``q_layout``
-            or ``kv_layout`` here.
+            their defaults. A backend that can drop weights names ``dropout`` here, one that takes
+            other layouts than dense ones ``q_layout`` or ``kv_layout``.
         node_dtypes: types of mod-graph nodes that can be lowered, in mods and in their
             derivatives as `operations`. Indices are int64 nodes.
     """

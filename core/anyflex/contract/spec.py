@@ -77,8 +77,10 @@ class Spec:
 
     Advanced: a backend that leaves these out of ``known_fields`` needs none of them.
         opaque: a mod could not be traced and is run through vmap: reference only.
-        q_layout, kv_layout, page_size, index_map, kv_storage, dropout, sinks: reserved; contract 1
-            knows their defaults only.
+        dropout: weights are dropped as ``Call.dropout`` says. The probability and the seed are
+            run-time.
+        q_layout, kv_layout, page_size, index_map, kv_storage, sinks: reserved; contract 1 knows
+            their defaults only.
     """
 
     device_type: str
@@ -170,6 +172,7 @@ _SAID = {
     "mask_kind": "a block mask",
     "block_size": "a block mask",
     "captured": "a mod that reads a captured tensor",
+    "dropout": "attention dropout (dropout_p)",
     "opaque": "a mod that could not be traced (it runs on the reference only)",
 }
 """Phrases for fields in refusals, where the value alone would tell a user nothing."""

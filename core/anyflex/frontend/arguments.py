@@ -21,6 +21,7 @@ from anyflex.tensors.torch_versions import dispatch_modes, dual_level, transform
 
 __all__ = [
     "check_aux",
+    "check_dropout",
     "check_flags",
     "check_mask_fits",
     "check_scale",
@@ -266,6 +267,23 @@ def _has_tangent(tensor: Tensor) -> bool:
     if not dual_level(forward_ad) >= 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def check_dropout(dropout_p: Any) -> Any:
+    """Return the probability as a float or int, a symbolic one as it is."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, *SYMBOLIC)):
+        fail(
+            "ArgumentTypeError",
+            f"dropout_p must be a float, got {type(dropout_p).__name__}. Pass a tensor's number "
+            "by .item().",
+        )
+    if not 0 <= dropout_p < 1:
+        fail(
+            "ArgumentError",
+            "dropout_p is the probability with which weights are dropped: it must be at least 0 "
+            f"and below 1, got {dropout_p}.",
+        )
+    return dropout_p
 
 
 def check_flags(enable_gqa: Any, return_lse: Any, backend: Any) -> None:

@@ -29,13 +29,14 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Any:
     """Attention with a score function and a mask of your own, forward and backward, on any device.
 
     ``softmax(score_mod(q k^T * scale), over the keys that block_mask keeps) v``, with scores in
     float32 (float64 for float64 inputs). Signature and meaning are those of
-    ``torch.nn.attention.flex_attention.flex_attention``, plus `backend`.
+    ``torch.nn.attention.flex_attention.flex_attention``, plus `dropout_p` and `backend`.
 
     Args:
         query: [B, Hq, L, E]; float32, bfloat16, float16 or float64; any strides.
@@ -51,6 +52,9 @@ def flex_attention(
             (out, lse).
         kernel_options: torch's tuning keys, and each backend's own under its name.
         return_aux: which auxiliary outputs to return.
+        dropout_p: probability with which each weight of the softmax is dropped, from 0 up to, but
+            not, 1; the others are divided by ``1 - dropout_p``. Pass 0 outside of training. The
+            seed is drawn from torch's generator of the CPU, on every device.
         backend: force a backend by name, for example ``"reference"``. A forced backend never
             falls back: it computes the call, or `BackendRefused` tells why not.
 
@@ -89,6 +93,7 @@ def flex_attention(
         kernel_options,
         return_aux,
         backend,
+        dropout_p,
     )
     if torch.compiler.is_dynamo_compiling():
         out, lse, max_scores = run_op(call)

@@ -67,6 +67,7 @@ class FlexAttention(torch.autograd.Function):
             request.lse,
             inputs.names,
             call.kept,
+            call.dropout,
         )
         if not request.lse and not request.max_scores:
             return out
@@ -85,7 +86,7 @@ class FlexAttention(torch.autograd.Function):
             return _traced_backward(ctx, dout, *aux)
         (
             plan, layouts, views, count, ints, floats, scale, score_function, mask_function, read,
-            with_lse, names, kept,
+            with_lse, names, kept, dropout,
         ) = ctx.rest  # fmt: skip
         query, key, value, out, lse, *others = as_saved(
             ctx.saved_tensors,
@@ -108,6 +109,7 @@ class FlexAttention(torch.autograd.Function):
             score_function,
             mask_function,
             kept,
+            dropout,
         )
         dlse = aux[0] if with_lse else None
         if dout is None:
@@ -139,7 +141,7 @@ def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
     """Call the static op. Dynamo inlines this."""
     (
         plan, _, views, count, ints, floats, scale, score_function, mask_function, _,
-        with_lse, *_,
+        with_lse, _, _, dropout,
     ) = ctx.rest  # fmt: skip
     if score_function is not None or mask_function is not None:
         break_graph(
@@ -159,6 +161,9 @@ def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
     if views is not None:
         structure = [views.offsets, views.runs]
         block_size = views.block_size
+    numbers = [scale, *floats]
+    if dropout is not None:
+        numbers += [dropout.p, dropout.seed]
     gradients = flex_attention_backward_op(
         torch.zeros_like(out) if dout is None else dout,
         aux[0] if with_lse else None,
@@ -170,7 +175,7 @@ def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
         lse,
         saved,
         saved_by,
-        [*structure, *captured, *number_tensors([scale, *floats])],
+        [*structure, *captured, *number_tensors(numbers)],
         [len(structure), count, *ints, *block_size],
         plan.request,
     )

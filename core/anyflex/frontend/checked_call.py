@@ -10,6 +10,7 @@ from torch import Tensor
 from anyflex.frontend.arguments import (
     check_aux,
     check_built_for_all,
+    check_dropout,
     check_flags,
     check_mask_fits,
     check_scale,
@@ -35,6 +36,7 @@ class CheckedCall(NamedTuple):
         aux: what is asked for beside out.
         options: ``kernel_options`` as pairs.
         backend: the ``backend=`` argument.
+        dropout_p: the probability, 0 for none.
     """
 
     query: Tensor
@@ -46,6 +48,7 @@ class CheckedCall(NamedTuple):
     aux: AuxRequest
     options: tuple[tuple[str, object], ...]
     backend: str | None
+    dropout_p: float
 
 
 def check(
@@ -60,6 +63,7 @@ def check(
     kernel_options: Any,
     return_aux: Any,
     backend: Any,
+    dropout_p: Any = 0.0,
 ) -> CheckedCall:
     """Check `flex_attention`'s arguments, and return them in their one form."""
     # Defaults, which most calls leave as they are, need no function to check them.
@@ -100,7 +104,11 @@ def check(
         from anyflex.registry.freeze_options import freeze_options
 
         options = freeze_options(kernel_options)
-    return CheckedCall(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = check_dropout(dropout_p)
+    return CheckedCall(
+        query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p
+    )
 
 
 _NO_AUX = AuxRequest()

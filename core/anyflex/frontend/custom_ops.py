@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, BackendRefused
-from anyflex.frontend.arguments import check_mask_fits, check_scale, check_tensors
+from anyflex.frontend.arguments import (
+    check_dropout,
+    check_mask_fits,
+    check_scale,
+    check_tensors,
+)
 from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.runtime.op_request import read_request
@@ -39,10 +44,10 @@ _library.define(
 )
 # tensors: offsets and runs of the block mask if there is one, and its mark if it was built in the
 # graph (`anyflex.mask_structure.views_registry`); captured tensors, the score mod's, then the mask
-# mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new
-# graph: the scale, then the score mod's floats, then the mask mod's. ints: how many of the tensors
-# are the block mask's, and how many are captured; then the score mod's ints, the mask mod's and,
-# with a mask, its block size (not in the request: torch.compile may hand it over as a symbol).
+# mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
+# the score mod's floats, the mask mod's, and with dropout p and the seed. ints: how many of the
+# tensors are the block mask's, and how many are captured; then the score mod's ints, the mask mod's
+# and, with a mask, its block size (not in the request: torch.compile may hand it over as a symbol).
 # Neither list is ever empty: AOTInductor's executor hands an empty list on as None. forward
 # returns out, lse, max_scores, saved and saved_by: the bytes that the kernel leaves for backward
 # (`anyflex.runtime.saved_for_backward`) and, on the CPU, where reading it doesn't wait, the mark
@@ -278,6 +283,7 @@ def _inputs(
     request: Request,
 ) -> Any:
     from anyflex.contract.call import Call
+    from anyflex.contract.dropout import Dropout
     from anyflex.runtime.plan import Inputs
 
     if query.device.type == "meta":
@@ -291,6 +297,10 @@ def _inputs(
     batch, heads, length, kv_length, _ = check_tensors(query, key, value, enable_gqa=True)
     scale, *numbers = [number.item() for number in parts.floats]
     check_scale(scale, query.dtype)  # the traced half may have seen a symbol
+    dropout = None
+    if request.dropout:
+        *numbers, dropout_p, seed = numbers
+        dropout = Dropout(check_dropout(dropout_p), seed)
     views = None
     ints = parts.ints
     if parts.mask:
@@ -307,6 +317,7 @@ def _inputs(
         tuple(ints),
         tuple(numbers),
         scale,
+        dropout=dropout,
     )
     return Inputs(call, request)
 

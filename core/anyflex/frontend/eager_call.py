@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from anyflex.contract.call import Call
+from anyflex.contract.dropout import Dropout
 from anyflex.errors import (
     AnyflexError,
     ArgumentError,
@@ -21,6 +22,7 @@ from anyflex.errors import (
 from anyflex.frontend.arguments import check_captured_devices
 from anyflex.frontend.autograd import FlexAttention
 from anyflex.frontend.checked_call import CheckedCall
+from anyflex.frontend.dropout_seed import draw_seed
 from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.registry.forced_backends import names_in_force
@@ -46,7 +48,8 @@ _NO_MOD = TracedMod("", [], [], [], [])
 
 def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
-    inputs = gather(checked)
+    seed = 0.0 if checked.dropout_p == 0 else draw_seed().item()
+    inputs = gather(checked, seed)
     call, request = inputs.call, inputs.request
     if dual_level(forward_ad) >= 0:
         _refuse_tangents(call)
@@ -89,13 +92,16 @@ def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
     return ModIndexError(text, operation=error.operation)
 
 
-def gather(checked: CheckedCall) -> Inputs:
+def gather(checked: CheckedCall, seed: float = 0.0) -> Inputs:
     """Trace the mods and put the call together.
+
+    Args:
+        seed: of dropout; any number does where nothing is computed.
 
     A tensor with torch's negative bit, whose memory holds the negatives of its elements, is copied
     here, before the call is planned; the copy is differentiable.
     """
-    query, key, value, score_mod, block_mask, scale, aux, options, backend = checked
+    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p = checked
     if query.is_neg() or key.is_neg() or value.is_neg():
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     score, mask = _NO_MOD, _NO_MOD
@@ -159,6 +165,7 @@ def gather(checked: CheckedCall) -> Inputs:
         scale,
         score_function,
         mask_function,
+        dropout=None if dropout_p == 0 else Dropout(dropout_p, seed),
     )
     posed = None if stand_in.current is None else stand_in.posed_as(device)
     request = Request(
@@ -174,6 +181,7 @@ def gather(checked: CheckedCall) -> Inputs:
         posed,
         NOTHING,
         fp32_precision(query.dtype, device.type if posed is None else posed[0]),
+        dropout_p != 0,
     )
     return Inputs(call, request, read, (score.names, mask.names))
 

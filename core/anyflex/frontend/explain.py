@@ -90,6 +90,7 @@ class Explanation:
             f"E={spec.head_dim} Ev={spec.value_head_dim} gqa={spec.gqa_ratio} "
             f"q={spec.q_class} mask={spec.mask_kind} {spec.alignment[0]} "
             f"gradients={','.join(spec.gradients) or 'none'}"
+            f"{' dropout' if spec.dropout else ''}"
         )
         for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
             if graph is not None:
@@ -110,6 +111,7 @@ def explain(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Explanation:
     """Tell what `flex_attention` would do with the same arguments, without running it.
@@ -138,6 +140,7 @@ def explain(
         kernel_options,
         return_aux,
         backend,
+        dropout_p,
     )
     inputs = gather(call)
     choice = (spec_for(inputs), names_in_force(backend), backend, call.options)

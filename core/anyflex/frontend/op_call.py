@@ -8,6 +8,7 @@ from torch import Tensor
 from anyflex.frontend.arguments import check_captured_devices
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.custom_ops import flex_attention_op
+from anyflex.frontend.dropout_seed import draw_seed
 from anyflex.frontend.transforms import refuse_transforms
 from anyflex.runtime.op_request import Request, write_request
 from anyflex.runtime.saved_for_backward import NOTHING, saved_bytes
@@ -34,7 +35,7 @@ def op_arguments(
     """Return what the static ops take after query, key and value (tensors, ints, request), the
     captured tensors among them, and whether a gradient is wanted of query, key, value and each
     captured tensor. `every_gradient`: query, key and value need not require it."""
-    query, key, value, score_mod, block_mask, scale, aux, options, backend = call
+    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p = call
     score = TracedMod("", [], [], [], [])
     if score_mod is not None:
         wide = query.dtype is torch.float64
@@ -78,6 +79,11 @@ def op_arguments(
     saved = NOTHING
     if needs_backward and not every_gradient:  # else no forward of this call runs
         saved = saved_bytes(query.device, query.dtype, backend)
+    numbers = number_tensors([scale, *score.floats, *mask.floats])
+    drops = False  # a plain bool: Dynamo can't write a comparison of symbols into the request
+    if dropout_p != 0:
+        drops = True
+        numbers += [*number_tensors([dropout_p]), draw_seed()]
     request = Request(
         score.text,
         mask.text,
@@ -91,7 +97,7 @@ def op_arguments(
         posed,
         saved,
         fp32_precision(query.dtype, query.device.type if posed is None else posed[0]),
+        drops,
     )
-    numbers = number_tensors([scale, *score.floats, *mask.floats])
     ints = [len(structure), len(captured), *score.ints, *mask.ints, *block_size]
     return ([*structure, *captured, *numbers], ints, write_request(request)), captured, gradients

@@ -13,6 +13,7 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError
 from anyflex.reference.chunks import Chunk, chunks
 from anyflex.reference.compiled_spec import Prepared, prepare
+from anyflex.reference.dropout import kept_pairs
 from anyflex.reference.layout import Layout
 from anyflex.reference.nonfinite_products import Operand, has_nonfinite
 from anyflex.reference.scatter import TableGradient
@@ -138,13 +139,22 @@ class _Backward:
             weights.sub_(self.lse[:, :, :, rows]).exp_()
         if alive is not None:
             weights.masked_fill_(~alive, 0)
-        dout = self.dout.taken(lambda tensor: tensor[:, :, :, rows])
+        dropout = self.call.dropout
+        kept = None if dropout is None else kept_pairs(dropout, scores.inputs)
         if self.dv is not None:
-            part = dout.product(self._transposed, weights, alive)
+            dout = self.dout.taken(lambda tensor: tensor[:, :, :, rows])
+            if dropout is None or kept is None:
+                part = dout.product(self._transposed, weights, alive)
+            else:
+                given = (weights * dropout.scale).masked_fill_(~kept, 0)
+                seen = None if alive is None else alive & kept
+                part = dout.product(self._transposed, given, seen)
             chunk.add_to(self.dv, part)
         if self.dq is None and self.dk is None and not self.tables:
             return
         grad = self.layout.times_keys(self.dout_as_given[:, :, :, rows], chunk.take(self.value))
+        if dropout is not None and kept is not None:
+            grad.mul_(dropout.scale).masked_fill_(~kept, 0)
         if self.delta is not None:
             delta = self.delta[:, :, :, rows]
         else:

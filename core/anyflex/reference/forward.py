@@ -8,6 +8,7 @@ from anyflex.contract.call import Call, Outputs
 from anyflex.contract.spec import Spec
 from anyflex.reference.chunks import chunks
 from anyflex.reference.compiled_spec import Prepared, prepare
+from anyflex.reference.dropout import kept_pairs
 from anyflex.reference.nonfinite_products import Operand
 from anyflex.reference.scores import Scores
 
@@ -37,7 +38,8 @@ def forward(prepared: Prepared, call: Call, out: Outputs) -> None:
         if chunk.width == 0:
             continue
         rows = slice(chunk.begin, chunk.end)
-        weights = scores.chunk(chunk, keep_raw=False).modified
+        chunked = scores.chunk(chunk, keep_raw=False)
+        weights = chunked.modified
         alive = weights != -torch.inf if values.nonfinite else None
         maximum = weights.amax(-1, keepdim=True)
         # Dead rows: -inf - -inf would be NaN. A +inf maximum does make its row NaN.
@@ -47,6 +49,11 @@ def forward(prepared: Prepared, call: Call, out: Outputs) -> None:
         if alive is not None:
             # A NaN row is NaN at its live pairs only.
             weights.masked_fill_(~alive, 0)
+        if call.dropout is not None:
+            kept = kept_pairs(call.dropout, chunked.inputs)
+            weights.mul_(call.dropout.scale).masked_fill_(~kept, 0)
+            # An infinite value that is dropped contributes as little as a dead pair's.
+            alive = alive if alive is None else alive & kept
         product = values.taken(chunk.take).product(scores.layout.times_values, weights, alive)
         result[:, :, :, rows] = product.div_(total.masked_fill(total == 0, 1))
         if lse is not None:

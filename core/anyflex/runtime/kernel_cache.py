@@ -29,7 +29,7 @@ from anyflex.runtime import disk_cache
 from anyflex.runtime.artifact_origin import write_origin
 from anyflex.runtime.compiled_kernel import CompiledKernel, summary
 
-__all__ = ["forget", "kernel_for"]
+__all__ = ["forget", "is_capturing", "kernel_for"]
 
 KERNELS = 512
 """Maximum number of live kernels that are kept, LRU."""
@@ -141,7 +141,7 @@ def _live(key: tuple[Entry, Spec]) -> Kernel | None:
     return kernel
 
 
-def _is_capturing(device_type: str) -> bool:
+def is_capturing(device_type: str) -> bool:
     """Whether the current stream of this kind of device records a graph."""
     module = getattr(torch, device_type, None)
     capturing = getattr(module, "is_current_stream_capturing", None)
@@ -153,7 +153,7 @@ def _is_capturing(device_type: str) -> bool:
 
 
 def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
-    if _is_capturing(spec.device_type):
+    if is_capturing(spec.device_type):
         raise GraphCaptureError(
             f"backend {entry.name} would have to compile a kernel while a device graph is being "
             "captured; call anyflex.flex_attention once with the same kind of arguments (and "

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
-from anyflex.errors import AnyflexError
+from anyflex.errors import AnyflexError, GraphCaptureError
 from anyflex.registry.cached_state import STATE
 from anyflex.runtime.compiled_kernel import kernel_failed, launched, no_memory
+from anyflex.runtime.kernel_cache import is_capturing
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
 from anyflex.runtime.saved_tensor_checks import check_backward
@@ -43,10 +44,16 @@ def launch_forward(
 
     Raises:
         AllocationError: there is not enough memory.
+        GraphCaptureError: a device graph is being captured, and the call drops weights.
         PluginError: the kernel raised; what it raised is the cause.
     """
     spec = plan.spec
     query = call.query
+    if call.dropout is not None and is_capturing(plan.device_type):
+        raise GraphCaptureError(
+            "dropout_p is not 0 while a device graph is being captured: each replay would drop "
+            "the same weights. Leave flex_attention out of the graph, or pass dropout_p=0."
+        )
     lse = max_scores = workspace = None
     saved: tuple[Tensor, ...] = ()
     try:

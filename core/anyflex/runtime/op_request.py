@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "read_request", "write_request"]
 
-VERSION = "anyflex-request-4"
+VERSION = "anyflex-request-5"
 
 
 class Request(NamedTuple):
@@ -34,6 +34,7 @@ class Request(NamedTuple):
         saved_bytes: what forward may leave for backward (`anyflex.runtime.saved_for_backward`).
         fp32_precision: `anyflex.tensors.tensor_facts.fp32_precision` when the request was
             written: both passes have it.
+        dropout: weights are dropped; the probability and the seed are among the call's numbers.
     """
 
     score: str
@@ -48,6 +49,7 @@ class Request(NamedTuple):
     posed: Posed | None
     saved_bytes: SavedBytes
     fp32_precision: str
+    dropout: bool = False
 
 
 def write_request(request: Request) -> str:

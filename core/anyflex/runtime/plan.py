@@ -282,6 +282,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         alignment=(classes[0][0], classes[1][0], classes[2][0]),
         index_width=32 if all(narrow for _, narrow in classes) else 64,
         opaque=call.score_function is not None or call.mask_function is not None,
+        dropout=request.dropout,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Saved
+from anyflex.contract.dropout import Dropout
 from anyflex.contract.spec import Spec
 from anyflex.errors import BackendRefused, ModIndexError
 from anyflex.mask_structure.device_views import MaskViews
@@ -127,6 +128,7 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
         (1,) * max([ints for ints, _ in slots], default=0),
         (1.0,) * max([floats for _, floats in slots], default=0),
         1 / math.sqrt(spec.head_dim),
+        dropout=Dropout(0.5, 0) if spec.dropout else None,
     )
 
 

@@ -72,6 +72,8 @@ class AttentionCase:
             mask mod is needed.
         block_size: (q, kv).
         scale: None for the default.
+        dropout_p: probability with which weights are dropped, by the first seed that is drawn
+            after ``torch.manual_seed(seed)``.
         gradients: of "q", "k", "v", "captured".
         aux: of "lse", "max_scores".
         dout, dlse: whether a gradient arrives there.
@@ -106,6 +108,7 @@ class AttentionCase:
     runs: tuple[tuple[int, ...], ...] | None = None
     block_size: tuple[int, int] = (16, 16)
     scale: float | None = None
+    dropout_p: float = 0.0
     gradients: frozenset[str] = frozenset()
     aux: frozenset[str] = LSE | MAXIMA
     dout: bool = True

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.mod_graph.operations import RECORDS
 from anyflex.testing.attention_case import AttentionCase, Drawn
+from anyflex.testing.dropout_mask import kept_pairs, seed_of
 from anyflex.testing.mods import Mod
 from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Results, gradients
@@ -224,6 +225,8 @@ def _formula(
             _live(case, drawn),
             case.scale,
             None if shaken is None else shaken.weights,
+            case.dropout_p,
+            _kept(case),
         )
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
         if shaken is not None and dout is not None and _is_rounded(case):
@@ -256,6 +259,13 @@ def _live(case: AttentionCase, drawn: Drawn) -> Tensor | None:
     kinds = kinds.repeat_interleave(case.block_size[0], 0).repeat_interleave(case.block_size[1], 1)
     kinds = kinds[: case.q_length, : case.kv_length]
     return (kinds == 1) | ((kinds == 2) & by_mod)
+
+
+def _kept(case: AttentionCase) -> Tensor | None:
+    if not case.dropout_p:
+        return None
+    sizes = (case.batch, case.heads, case.q_length, case.kv_length)
+    return kept_pairs(seed_of(case.seed), case.dropout_p, *sizes)
 
 
 def _widened(mod: Mod, dtype: torch.dtype) -> Mod:

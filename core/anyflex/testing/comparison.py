@@ -69,7 +69,10 @@ def by_backend(
     for letter, tensor in (("q", query), ("k", key), ("v", value)):
         tensor.requires_grad_(letter in case.gradients)
     mod = _moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
-    with products_in(case.products):
+    more: dict[str, Any] = {"dropout_p": case.dropout_p} if case.dropout_p else {}
+    # The CPU's generator alone: `torch.manual_seed` would seed the others for good.
+    with products_in(case.products), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(case.seed)
         out, aux = attention(
             query,
             key,
@@ -82,6 +85,7 @@ def by_backend(
                 lse="lse" in case.aux or case.dlse, max_scores="max_scores" in case.aux
             ),
             backend=name,
+            **more,
         )
         forward = Forward(out, aux.lse, aux.max_scores)
         grads: dict[str, Tensor] = {}

@@ -46,6 +46,8 @@ def dense_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
     round_weights: Callable[[Tensor], Tensor] | None = None,
+    dropout_p: float = 0.0,
+    kept: Tensor | None = None,
 ) -> Forward:
     """out, lse and max_scores, differentiable (max_scores is not).
 
@@ -56,6 +58,8 @@ def dense_attention(
         mask: bool, broadcastable to [B, Hq, L, S]; None for all live.
         round_weights: applied to the softmax before the product with value: as by an
             implementation that rounds it.
+        dropout_p, kept: the other pairs than `kept`, bool, have no part in the product with value,
+            and kept weights are divided by 1 - dropout_p; lse and max_scores are of all pairs.
     """
     batch, heads, q_length, _ = query.shape
     group = heads // key.shape[1]
@@ -80,7 +84,11 @@ def dense_attention(
     weights = torch.where(live & ~dead, torch.softmax(safe, -1), 0.0)
     if round_weights is not None:
         weights = round_weights(weights)
-    out = _weighted_sum(weights, value, live)
+    seen = live
+    if kept is not None:
+        seen = live & kept
+        weights = torch.where(kept, weights / (1 - dropout_p), 0.0)
+    out = _weighted_sum(weights, value, seen)
     lse = torch.where(dead[..., 0], -math.inf, torch.logsumexp(safe, -1))
     with torch.no_grad():
         maximum = (
