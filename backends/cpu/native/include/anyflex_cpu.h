@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of a struct below; the Python side refuses another number.
-#define AF_ABI 3
+#define AF_ABI 4
 
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
 
@@ -137,6 +137,11 @@ typedef struct {
     // 1 where key and value have batch 1 (their batch stride is 0): forward packs them once for
     // all batches, dk and dv are sums.
     int32_t kv_batch_is_shared;
+    // Dropout (native/src/dropout.h): pairs whose random bits are below the threshold are dropped,
+    // none where it is 0. The scale is the factor of the others' weights.
+    uint32_t dropout_words[2];
+    uint32_t dropout_threshold;
+    float dropout_scale;
 } af_problem;
 
 typedef struct {

@@ -184,8 +184,8 @@ void work_on(const pass& run, const backward_job& job, tile_buffers& t,
             write_kv_rows(plan, t.dk, p.head_dim, plan.head_dim, static_cast<float>(p.scale),
                           run.args->dk, p.dtype, kv_batch, kv_head, key, keys, t.spare);
         if (plan.wants_dv)
-            write_kv_rows(plan, t.dv, p.value_head_dim, plan.value_dim, 1.0f, run.args->dv,
-                          p.dtype, kv_batch, kv_head, key, keys, t.spare);
+            write_kv_rows(plan, t.dv, p.value_head_dim, plan.value_dim,
+                          has_dropout(p) ? p.dropout_scale : 1.0f, run.args->dv, p.dtype, kv_batch, kv_head, key, keys, t.spare);
     }
     if constexpr (PAIRS) pairs_end();
 }

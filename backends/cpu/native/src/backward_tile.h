@@ -6,6 +6,7 @@
 #pragma once
 #include "backward_operands.h"
 #include "backward_visits.h"
+#include "dropout.h"
 
 namespace AF_LEVEL {
 
@@ -28,6 +29,7 @@ struct tile_buffers {
     tile_liveness found;    // by the mask
     tile_liveness living;   // without dead rows of one query head; may share found's bits
     uint16_t* living_bits;  // [q_tile_rows][live_words]: bits of its own
+    uint16_t* kept;  // [group][live_words]: with dropout, bits of kept pairs; in found.spare
     af_error* error;
 };
 
@@ -53,6 +55,7 @@ inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const
     t.found.live = memory.take<uint16_t>(q_tile_rows * live_words);
     t.found.spare = memory.take<uint16_t>(q_tile_rows * (live_words + 1));
     t.living_bits = memory.take<uint16_t>(q_tile_rows * live_words);
+    t.kept = t.found.spare;  // which is free once the live bits are found
     t.error = memory.take<af_error>(1);
     return t;
 }
@@ -312,6 +315,7 @@ struct nonfinite_rows {
                 if (at.plan->wants_dk && at.operands.nonfinite_query[r])
                     for (int64_t e = 0; e < p.head_dim; ++e)
                         t.dk[e * t.kv_rows + c] += ds * element(query, r, e);
+                if (has_dropout(p) && !(t.kept[i * live_words + c / 16] >> (c % 16) & 1)) continue;
                 if (at.plan->wants_dv && at.operands.nonfinite_dout[r])
                     for (int64_t e = 0; e < p.value_head_dim; ++e)
                         t.dv[e * t.kv_rows + c] += prob * element(dout, r, e);
@@ -365,6 +369,41 @@ static void subtract_row_max(const tile_place& at, const tile_buffers& t, int64_
     }
 }
 
+// Finds the pairs of a group that dropout keeps, and turns dP into the gradient of the weights
+// before dropout.
+static void drop_gradients(const tile_place& at, const tile_buffers& t, int64_t first,
+                           int64_t from, int64_t to) {
+    const af_problem& p = at.args->problem;
+    if (!has_dropout(p)) return;
+    for (int64_t i = 0; i < group; ++i) {
+        const row_keys row = keys_of_row(p, at.b, at.h, at.q + first + i);
+        uint16_t* kept = t.kept + i * live_words;
+        float* grad = t.grad + i * t.strip - from;
+        for (int64_t c = from; c < to; c += 16) kept[c / 16] = kept_bits(p, row, at.kv + c);
+        for (int64_t c = from; c < to; c += VL)
+            store(grad + c, where(lanes(kept, c), load(grad + c) * p.dropout_scale, vf{}));
+    }
+}
+
+// Clears the dropped P of a group, which dV must not see. Where dV is written it is scaled.
+template <bool PAIRS>
+static void drop_probabilities(const tile_place& at, const tile_buffers& t, int64_t first,
+                               int64_t from, int64_t to) {
+    if (!has_dropout(at.args->problem)) return;
+    for (int64_t i = 0; i < group; i += PAIRS ? 2 : 1) {
+        const uint16_t* kept = t.kept + i * live_words;
+        for (int64_t c = from; c < to; c += VL) {
+            uint32_t* prob = panel_at<PAIRS>(t.prob, first + i, c);
+            const auto bits_of = [&](const uint16_t* row, uint32_t bits) AF_FLAT {
+                return as_uint(where(lanes(row, c), as_float(splat(bits)), vf{}));
+            };
+            vu mask = bits_of(kept, PAIRS ? 0xffffu : 0xffffffffu);
+            if (PAIRS) mask |= bits_of(kept + live_words, 0xffff0000u);
+            store(prob, load(prob) & mask);
+        }
+    }
+}
+
 // Turns scores into P, and dP into dS by the mods; leaves `prob`, `dscore` and the left side of
 // dQ.
 template <bool PAIRS>
@@ -381,17 +420,20 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
         run_program(p.score, tile);
     }
     subtract_row_max(at, t, first, to - from);
+    drop_gradients(at, t, first, from, to);
     if (!derivative) {
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, factor);
         else
             gradients_of_scores<PAIRS, true, false>(at, t, first, from, to, factor);
+        drop_probabilities<PAIRS>(at, t, first, from, to);
         return;
     }
     if (whole)
         gradients_of_scores<PAIRS, false, true>(at, t, first, from, to, factor);
     else
         gradients_of_scores<PAIRS, true, true>(at, t, first, from, to, factor);
+    drop_probabilities<PAIRS>(at, t, first, from, to);
     tile.score = t.plain;
     tile.grad = t.grad;
     run_program(p.score_backward, tile);

@@ -6,6 +6,7 @@
 #include "decode_in_order.h"
 #include "decode_panels.h"
 #include "decode_plan.h"
+#include "dropout.h"
 #include "finish_row.h"
 #include "level.h"
 #include "live_parts.h"
@@ -189,6 +190,23 @@ bool finite(const float* x, int64_t n) {
     return sum_of(nonfinite) == 0.0f;
 }
 
+row_keys keys_of_decoded_row(const decode_run& run, const decode_tile& t, int64_t r) {
+    const af_problem& p = *run.p;
+    return keys_of_row(p, t.job.b, t.job.h + r / p.q_length, r % p.q_length);
+}
+
+// Clears the dropped weights of a tile.
+void drop_pairs(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
+    const af_problem& p = *run.p;
+    if (!has_dropout(p)) return;
+    for (int64_t r = 0; r < run.plan.rows; ++r) {
+        const row_keys row = keys_of_decoded_row(run, t, r);
+        for (int i = 0; i < t.in.parts; ++i)
+            for (int64_t c = t.in.part[i].begin; c < t.in.part[i].end; c += 16)
+                drop_weights(p, row, t.span.begin + c, b.score + r * decode_ld + c);
+    }
+}
+
 // The value product of a tile with non-finite values: adds live pairs only, one by one. Weights
 // have replaced the scores, so scores are computed again; a score of -inf is a dead pair too.
 template <int DTYPE>
@@ -203,6 +221,11 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
             for (int64_t r = 0; r < d.rows; ++r) {
                 const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
                 if (!(bits >> (c % 16) & 1) || b.spare[r * decode_ld + c] == -infinity) continue;
+                if (has_dropout(p)) {
+                    const row_keys row = keys_of_decoded_row(run, t, r);
+                    const uint16_t kept = kept_bits(p, row, t.span.begin + c / 16 * 16);
+                    if (!(kept >> (c % 16) & 1)) continue;
+                }
                 add_row(value, c, p.value_head_dim, b.score[r * decode_ld + c],
                         b.out + r * d.value_width);
             }
@@ -338,6 +361,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
             softmax_of_tile<false>(run, b, t);
         else
             softmax_of_tile<true>(run, b, t);
+        drop_pairs(run, b, t);
         values_of_tile<DTYPE>(run, b, t);
     }
     if (tiles || b.values_on_tiles) pairs_end();

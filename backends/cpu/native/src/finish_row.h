@@ -17,7 +17,8 @@ static void finish_row(const af_forward_args& args, const score_scale& scale, in
     const af_problem& p = args.problem;
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const int64_t index = (b * p.q_heads + h) * p.q_length + q;
-    const float inverse = row.row_sum == 0.0f ? 0.0f : 1.0f / row.row_sum;
+    const float kept = p.dropout_threshold != 0 ? p.dropout_scale : 1.0f;
+    const float inverse = row.row_sum == 0.0f ? 0.0f : kept / row.row_sum;
     if (p.value_head_dim > 0) {
         const af_tensor& out = args.out;
         char* to = static_cast<char*>(out.data) +

@@ -1,5 +1,6 @@
 // One strip of a q tile against one kv tile: scores, score program, softmax, value product.
 #pragma once
+#include "dropout.h"
 #include "forward_plan.h"
 #include "live_parts.h"
 #include "score_scale.h"
@@ -254,6 +255,34 @@ void softmax_of(const forward_run& run, const forward_buffers& b, const forward_
         softmax_strip<PAIRS, true>(run, b, s, between);
 }
 
+// Clears the dropped weights of a strip. Where value rows are non-finite, their pairs lose their
+// live bits too.
+template <bool PAIRS>
+void drop_pairs(const forward_run& run, const forward_strip& s) {
+    const af_problem& p = *run.p;
+    if (!has_dropout(p)) return;
+    const forward_job& job = s.tile.job;
+    for (int r = 0; r < s.rows; ++r) {
+        const row_keys row = keys_of_row(p, job.b, job.h, job.q + s.first + r);
+        uint16_t* live = s.live.live + (s.first + r) * s.live.ld;
+        for (int i = 0; i < s.in.parts; ++i)
+            for (int64_t c = s.in.part[i].begin; c < s.in.part[i].end; c += 16) {
+                const int64_t kv = s.tile.span.begin + c;
+                uint16_t kept;
+                if constexpr (PAIRS) {
+                    kept = kept_bits(p, row, kv);
+#if defined(__AVX512BF16__)
+                    uint16_t* weight = reinterpret_cast<uint16_t*>(s.score) + r * weight_ld + c;
+                    _mm256_storeu_epi16(weight, _mm256_maskz_loadu_epi16(kept, weight));
+#endif
+                } else {
+                    kept = drop_weights(p, row, kv, s.score + r * tile_columns + c);
+                }
+                if (s.tile.any_nonfinite) live[c / 16] &= kept;
+            }
+    }
+}
+
 // Takes strips one after the other.
 template <bool PAIRS>
 class strips_in_turn {
@@ -269,6 +298,7 @@ class strips_in_turn {
         score_product<PAIRS>(run_, b_, s);
         modify_scores(run_, b_, s);
         softmax_of<PAIRS>(run_, b_, s, [](int, int) {});
+        drop_pairs<PAIRS>(run_, s);
         value_product<PAIRS>(run_, b_, s);
         if (t.any_nonfinite) add_nonfinite<PAIRS>(run_, b_, s);
     }
@@ -350,6 +380,7 @@ class strips_overlapped {
     void softmax(const forward_strip& s) {
         modify_scores(run_, b_, s);
         softmax_of<true>(run_, b_, s, [&](int done, int rows) AF_FLAT { queue_.keep_up(done, rows); });
+        drop_pairs<true>(run_, s);
         queue_.drain();
         weighted_ = true;
         if (!s.tile.any_nonfinite) return;

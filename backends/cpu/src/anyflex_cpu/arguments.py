@@ -14,7 +14,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from anyflex.plugin import Call, MaskViews, Spec
+from anyflex.plugin import Call, Dropout, MaskViews, Spec
 from anyflex_cpu import structs
 from anyflex_cpu.index_ranges import LIMITS
 from anyflex_cpu.programs import Programs, number_slots
@@ -27,6 +27,7 @@ _MODS_AT = structs.MODS.offset
 _TABLE_AT = ctypes.sizeof(structs.BackwardArgs)
 _NO_RUNS = (0, 0, 0, 0, 0, 0)
 _NO_OFFSETS = (0, 0, 0, 0)
+_NO_DROPOUT = (0, 0, 0, 1.0)
 
 
 class Block:
@@ -80,7 +81,7 @@ class Arguments:
         self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
         self.ints, self.floats = number_slots(spec)
         self.reads = bool(self.types or self.ints or self.floats)
-        self.plain = not (self.masked or self.limited or self.reads)
+        self.plain = not (self.masked or self.limited or self.reads or spec.dropout)
 
         count = len(self.types)
         entry = ctypes.sizeof(structs.Captured)
@@ -178,7 +179,7 @@ class Arguments:
             )
         if wide:
             programs = self.programs.wide_addresses()
-        self.write_mods(block, programs, runs, transposed, call.index_offsets)
+        self.write_mods(block, programs, runs, transposed, call.index_offsets, call.dropout)
 
     def write_mods(
         self,
@@ -187,6 +188,7 @@ class Arguments:
         runs: tuple[int, ...] = _NO_RUNS,
         transposed: tuple[int, ...] = _NO_RUNS,
         offsets: tuple[int, int, int, int] = _NO_OFFSETS,
+        dropout: Dropout | None = None,
     ) -> None:
         """Write `structs.MODS`."""
         _pack_mods(
@@ -200,6 +202,11 @@ class Arguments:
             *offsets,
             self.wanted,
             self.shared,
+            *(
+                _NO_DROPOUT
+                if dropout is None
+                else (*dropout.words, dropout.threshold, dropout.scale)
+            ),
         )
 
     def write_gradients(self, targets: Sequence[Tensor | None], block: Block) -> None:

@@ -45,7 +45,7 @@ class CpuBackend(Backend):
         captured_dtypes=frozenset(DTYPES.values()),
         deterministic=True,
         operations=frozenset(OPERATIONS),
-        known_fields=CONTRACT_1_FIELDS,
+        known_fields=CONTRACT_1_FIELDS | {"dropout"},
     )
     options: ClassVar[Mapping[str, Option]] = {
         "mods": Option(

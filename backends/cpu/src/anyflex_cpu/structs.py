@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_double, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ __all__ = [
     "Tile",
 ]
 
-ABI = 3
+ABI = 4
 """ABI version of the header that this file was written for: its AF_ABI."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -113,6 +113,9 @@ class Problem(ctypes.Structure):
         (c_void_p, "mask score score_backward"),
         (ModInputs, "inputs"),
         (c_int32, "wanted kv_batch_is_shared"),
+        (c_uint32 * 2, "dropout_words"),
+        (c_uint32, "dropout_threshold"),
+        (c_float, "dropout_scale"),
     )
 
 
@@ -144,7 +147,14 @@ class BackwardArgs(ctypes.Structure):
     )
 
 
-_FORMATS = {c_void_p: "P", c_int64: "q", c_int32: "i", c_double: "d"}
+_FORMATS = {
+    c_void_p: "P",
+    c_int64: "q",
+    c_int32: "i",
+    c_uint32: "I",
+    c_float: "f",
+    c_double: "d",
+}
 
 
 def _format(kind: Any) -> str:
