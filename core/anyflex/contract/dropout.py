@@ -2,7 +2,7 @@
 
 A pair is dropped by a pure function of these numbers and its four indices, so backward makes the
 bits of forward again, for any tile size, and nothing of the size of the scores is stored.
-docs/plugins.md has the function.
+docs/plugins-advanced.md has the function.
 """
 
 from __future__ import annotations

@@ -44,10 +44,11 @@ _library.define(
 )
 # tensors: offsets and runs of the block mask if there is one, and its mark if it was built in the
 # graph (`anyflex.mask_structure.views_registry`); captured tensors, the score mod's, then the mask
-# mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
-# the score mod's floats, the mask mod's, and with dropout p and the seed. ints: how many of the
-# tensors are the block mask's, and how many are captured; then the score mod's ints, the mask mod's
-# and, with a mask, its block size (not in the request: torch.compile may hand it over as a symbol).
+# mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new graph: the
+# scale, the score mod's floats, the mask mod's, and with dropout p and the seed. ints: how many of
+# the tensors are the block mask's, and how many are captured; then the score mod's ints, the mask
+# mod's and, with a mask, its block size (not in the request: torch.compile may hand it over as a
+# symbol).
 # Neither list is ever empty: AOTInductor's executor hands an empty list on as None. forward
 # returns out, lse, max_scores, saved and saved_by: the bytes that the kernel leaves for backward
 # (`anyflex.runtime.saved_for_backward`) and, on the CPU, where reading it doesn't wait, the mark

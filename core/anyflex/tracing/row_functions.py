@@ -155,7 +155,7 @@ def extreme(name: str, operation: str) -> Callable[..., Any]:
         ]
         count = summed(t, [t.as_kind(same, kind) for same in equal], "add", kind)
         shared = t.binary("truediv", summed(t, passed, "add", kind), count, kind)
-        # Of a NaN, which equals nothing, there is nothing to share.
+        # NaN equals nothing, so nothing of it can be shared.
         some = t.binary("gt", count, zero, kind, "bool")
         return most + t.where(some, shared, zero)
 

@@ -66,7 +66,7 @@ class PartialRead(Traced):
                 "Give one index a dimension.",
             )
         entries = list(self.entries)
-        # What is left for the row that the other indices give.
+        # Dimensions that the indices leave are the row's.
         parts: list[Any] = []
         d = 0
         for item in items:
