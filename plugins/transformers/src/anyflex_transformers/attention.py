@@ -1,0 +1,153 @@
+"""Attention as transformers calls it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+import anyflex
+from anyflex_transformers.carrier import Carrier
+from anyflex_transformers.masks import causal_mask, packed_mask
+from anyflex_transformers.score_mods import score_mod
+
+__all__ = ["attention"]
+
+WITHOUT_EFFECT = frozenset(
+    # What the mask already says.
+    "sliding_window position_ids cache_position seq_idx "
+    # What concerns the cache, other layers, and what a model returns.
+    "use_cache past_key_value past_key_values encoder_hidden_states output_router_logits "
+    "output_hidden_states return_dict num_items_in_batch deterministic "
+    # Lengths, which cu_seq_lens_q and cu_seq_lens_k hold too, and what continuous batching keeps.
+    "max_length_q max_length_k read_index write_index logits_indices logits_processor_args".split()
+)
+"""Keywords that models hand on to attention, and that mean nothing to it."""
+DROPOUT_FIELDS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "attn_dropout",
+    "dropout_rate",
+    "dropout",
+)
+"""Names that attention's dropout has in configs."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | TorchBlockMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    output_attentions: bool | None = None,
+    kernel_options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return (out [B, L, Hq, Ev], None).
+
+    Args:
+        module: the attention layer; its `is_causal` decides where there is no mask.
+        query, key, value: [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev].
+        attention_mask: what `masks.mask` made; torch's BlockMask; a tensor [1 or B, 1 or Hq,
+            1 or L, at least S], bool (True is live) or added to the scores; or None: causal where
+            the layer is and there are several rows, else everything.
+        softcap, position_bias: applied to the scores in this order, before the mask.
+        s_aux: [Hq], sinks.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of requests packed into one row; without a mask
+            they are the mask.
+        kernel_options: as for `anyflex.flex_attention`.
+
+    Raises:
+        ArgumentError: dropout, a mask or bias of a shape that doesn't fit, or a keyword that
+            would change the result in a way that is unknown here.
+    """
+    _refuse_dropout(module, dropout)
+    _refuse_unknown(module, others)
+    if output_attentions:
+        warnings.warn(
+            "attn_implementation='anyflex' returns no attention weights, for output_attentions; "
+            "load the model with 'eager' to see them",
+            stacklevel=2,
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    rows, keys = query.shape[2], key.shape[2]
+    given: Any = attention_mask
+    if given is None and cu_seq_lens_q is not None:
+        given = _packed(query, key, cu_seq_lens_q, cu_seq_lens_k, is_causal, others)
+    elif given is None and is_causal and rows > 1:
+        given = causal_mask(query.shape[0], rows, keys, device=query.device)
+    block_mask: Any = given
+    on_scores: Any = None
+    if isinstance(given, Tensor):
+        block_mask, on_scores = None, given
+    elif isinstance(given, Carrier):
+        block_mask = given.own
+        on_scores = given.function if given.own is None else None
+    out = anyflex.flex_attention(
+        query,
+        key,
+        value,
+        score_mod((*query.shape[:3], keys), softcap, position_bias, on_scores),
+        block_mask,
+        scaling,
+        enable_gqa=True,
+        kernel_options=kernel_options,
+        return_aux=None if s_aux is None else anyflex.AuxRequest(lse=True),
+    )
+    if s_aux is not None:
+        out, aux = out
+        out = anyflex.with_sinks(out, aux.lse, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | None,
+    is_causal: bool,
+    others: Mapping[str, Any],
+) -> anyflex.BlockMask:
+    # The offsets are the key: they are read once a layer, and the mask is built once a step.
+    q_offsets = tuple(cu_seq_lens_q.tolist())
+    kv_offsets = q_offsets if cu_seq_lens_k is None else tuple(cu_seq_lens_k.tolist())
+    sizes = (query.shape[2], key.shape[2])
+    window = others.get("sliding_window") if is_causal else None
+    return packed_mask(q_offsets, kv_offsets, sizes, is_causal, window, query.device)
+
+
+def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
+    if dropout == 0.0:
+        return
+    config = getattr(module, "config", None)
+    fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
+    cure = f"config.{fields[0]} = 0.0" if fields else "it to 0.0 in the model's config"
+    raise anyflex.ArgumentError(
+        f"dropout must be 0.0 for attn_implementation='anyflex', got {dropout} in "
+        f"{type(module).__name__}: set {cure} before the model is made, or call model.eval()"
+    )
+
+
+def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
+    for name, given in others.items():
+        if name in WITHOUT_EFFECT or given is None:
+            continue
+        raise anyflex.ArgumentError(
+            f"{type(module).__name__} calls attention with {name}= ({type(given).__name__}), "
+            "which attn_implementation='anyflex' doesn't know, and which might change the result: "
+            "load the model with attn_implementation='eager'"
+        )

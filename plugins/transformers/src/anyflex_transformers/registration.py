@@ -1,0 +1,23 @@
+"""Registers attention and masks with transformers, as a pair: with one alone masks are lost."""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from anyflex_transformers.attention import attention
+from anyflex_transformers.masks import mask, mask_at_positions
+from anyflex_transformers.versions import MASKS_TAKE_POSITIONS
+
+__all__ = ["NAME", "register"]
+
+NAME = "anyflex"
+"""Value of `attn_implementation` that chooses anyflex."""
+
+
+def register() -> None:
+    """Make "anyflex" an attention implementation of transformers, in this process.
+
+    Importing the package has done it. Registering again changes nothing.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask_at_positions if MASKS_TAKE_POSITIONS else mask)

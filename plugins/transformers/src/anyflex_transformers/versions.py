@@ -1,0 +1,54 @@
+"""Versions of transformers that the plugin was run with, and what differs between them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+from transformers import masking_utils
+
+__all__ = ["CHANGES", "MASKS_TAKE_POSITIONS", "TESTED", "Change"]
+
+TESTED = ("4.57.6", "5.24.0")
+"""Oldest and newest version that all tests were run with."""
+
+
+class Change(NamedTuple):
+    """What changed in transformers, and what the plugin does about it."""
+
+    since: str
+    changed: str
+    handled: str
+
+
+CHANGES = (
+    Change(
+        "5.0",
+        "encoders ask for their mask by the registered function; before, some make a dense one",
+        "dense masks are taken too; they skip no blocks",
+    ),
+    Change(
+        "5.4",
+        "mask functions take q_length and q_offset instead of cache_position",
+        "`versions.MASKS_TAKE_POSITIONS` chooses which of two functions is registered",
+    ),
+    Change(
+        "5.4",
+        "a static cache tells its length by a tensor that it later increments in place",
+        "`masks.mask` reads it, or computes with it, before the cache does",
+    ),
+    Change(
+        "5.13",
+        "T5 and its family compute attention by the interface, and pass position_bias",
+        "before, `supports` says no: they are loaded with eager attention",
+    ),
+    Change(
+        "5.21",
+        "continuous batching takes a closed list of implementations",
+        "`continuous_batching()` opens it while it is entered; with older versions it raises",
+    ),
+)
+"""What differs between the versions from the oldest to the newest that were tested."""
+
+MASKS_TAKE_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
+"""Whether this version calls mask functions with cache_position, as it was before 5.4."""
