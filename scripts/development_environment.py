@@ -41,8 +41,10 @@ GPU_BACKENDS = ["./backends/triton", "./backends/xpu", MPS_BACKEND]
 # Intel.
 CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
+TRANSFORMERS = "transformers; python_version >= '3.11'"
+TEST_TOOLS = [".[test]", "pytest-xdist", TRANSFORMERS]
 PARTS = {
-    "test": [".[test]", "pytest-xdist", CPU_BACKEND, *GPU_BACKENDS, CUDA_BACKEND, TRITON],
+    "test": [*TEST_TOOLS, CPU_BACKEND, *GPU_BACKENDS, CUDA_BACKEND, TRITON],
     "lint": [".", "ruff", "mypy", "import-linter"],
     "docs": [".[docs]"],
     "demo": [".[demo]", CPU_BACKEND, *GPU_BACKENDS],
@@ -142,7 +144,8 @@ def venv_python() -> Path:
 
 def pip(*arguments: str) -> None:
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
-    command += arguments
+    # Python compiles what is imported; all of torch's and transformers' files take pip longer.
+    command += ["--no-compile", *arguments]
     environment = dict(os.environ)
     if environment.get("TORCH"):
         # A site-wide constraint may cap torch below the one that was asked for.

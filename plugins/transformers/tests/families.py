@@ -1,20 +1,16 @@
-"""Tiny models with random weights, one of each family; no downloads.
+"""Families of models, and what is compared with eager attention for each.
 
-A family says what its model offers, and so what is compared with eager attention.
+Data alone, which needs no transformers: the documentation's table is made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-import torch
-import transformers
-from anyflex_transformers import NAME
-
-__all__ = ["FAMILIES", "Family", "by_name", "pair"]
+__all__ = ["FAMILIES", "Family", "by_name", "some"]
 
 SIZES = {
     "vocab_size": 64,
@@ -93,6 +89,25 @@ class Family:
     sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)
     since: tuple[int, ...] = (4, 57)
     later: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def compared(self) -> dict[str, str]:
+        """Return what is compared with eager attention beside outputs and gradients, and from
+        which version on, as cells of the documentation's table."""
+        decoder = self.kind == "decoder"
+        text = self.kind in ("decoder", "encoder", "encoder-decoder")
+        return {
+            "padded": ", ".join(self.sides) * text,
+            "packed": "yes" if decoder and self.packed else "",
+            "4-D masks": "yes" if decoder and self.dense else "",
+            "trained": "yes" if decoder else "",
+            "caches": ", ".join(map(self._since, self.generate)),
+            "one graph": self._since("compiles").replace("compiles", "yes") * self.compiles,
+        }
+
+    def _since(self, what: str) -> str:
+        if what not in self.later:
+            return what
+        return f"{what} (from {'.'.join(map(str, self.later[what]))})"
 
 
 FAMILIES = (
@@ -322,6 +337,7 @@ FAMILIES = (
         "encoder",
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         kind="encoder",
+        generate=(),
         since=(5, 0),
     ),
     Family(
@@ -331,6 +347,7 @@ FAMILIES = (
         "encoder",
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         kind="encoder",
+        generate=(),
         since=(5, 0),
     ),
     Family(
@@ -340,6 +357,7 @@ FAMILIES = (
         "encoder with windows to both sides",
         {"local_attention": 16, "global_attn_every_n_layers": 2},
         kind="encoder",
+        generate=(),
         since=(5, 0),
     ),
     Family(
@@ -382,13 +400,16 @@ FAMILIES = (
         generate=(),
         sizes=ENCODER_DECODER,
     ),
-    Family("ViT", "ViTModel", "ViTConfig", "image encoder", kind="vision", sizes=VISION),
+    Family(
+        "ViT", "ViTModel", "ViTConfig", "image encoder", kind="vision", generate=(), sizes=VISION
+    ),
     Family(
         "SigLIP",
         "SiglipVisionModel",
         "SiglipVisionConfig",
         "image encoder, attention pool",
         kind="vision",
+        generate=(),
         sizes=VISION,
     ),
     Family(
@@ -397,6 +418,7 @@ FAMILIES = (
         "CLIPVisionConfig",
         "image encoder",
         kind="vision",
+        generate=(),
         sizes=VISION,
     ),
 )
@@ -406,36 +428,6 @@ def by_name(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def pair(family: Family, what: str = "") -> tuple[Any, Any]:
-    """Return (anyflex's model, eager's) of equal weights, in float32, or skip the test.
-
-    Args:
-        what: what the test needs of those that `later` names.
-    """
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    needed = max(family.since, family.later.get(what, family.since))
-    if version < needed:
-        since = ".".join(map(str, needed))
-        pytest.skip(f"{family.name} needs transformers {since}, got {transformers.__version__}")
-    torch.manual_seed(0)
-    ours = _made(family, NAME)
-    _no_zeros(ours)
-    eager = _made(family, "eager")
-    eager.load_state_dict(ours.state_dict())
-    return ours, eager
-
-
-def _made(family: Family, implementation: str) -> Any:
-    config = getattr(transformers, family.config)(**{**family.sizes, **family.options})
-    config._attn_implementation = implementation
-    return getattr(transformers, family.model)(config).eval()
-
-
-def _no_zeros(model: Any) -> None:
-    """Give sinks and biases, which begin with zero or unset, values that show."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_()
-            elif parameter.dim() == 1 and bool((parameter == 0).all()):
-                parameter.normal_(std=0.1)
+def some(families: Sequence[Family]) -> Sequence[Family]:
+    """Return every second family, in `make soak` all of them."""
+    return families if os.environ.get("ANYFLEX_SOAK") == "1" else families[::2]

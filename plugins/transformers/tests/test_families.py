@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_equal, inputs_of, packed_positions, padding
-from families import FAMILIES, Family, pair
+from families import FAMILIES, Family, some
+from models import pair
 
 TEXT = [family for family in FAMILIES if family.kind in ("decoder", "encoder", "encoder-decoder")]
 
@@ -22,7 +23,7 @@ def test_outputs_and_gradients_are_those_of_eager_attention(family: Family) -> N
     assert_equal(ours, eager, inputs_of(family), None)
 
 
-@named(TEXT)
+@named(some(TEXT))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(family: Family, side: str) -> None:
     if side not in family.sides:
@@ -41,7 +42,7 @@ def test_packed_documents(family: Family) -> None:
     assert_equal(ours, eager, {**inputs, "use_cache": False}, None)
 
 
-@named([family for family in FAMILIES if family.kind == "decoder" and family.dense])
+@named(some([family for family in FAMILIES if family.kind == "decoder" and family.dense]))
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=["bool", "float"])
 def test_masks_of_the_user(family: Family, dtype: torch.dtype) -> None:
     ours, eager = pair(family)
@@ -62,7 +63,7 @@ def test_masks_of_the_user(family: Family, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
-@named([f for f in FAMILIES if f.kind in ("decoder", "encoder-decoder") and f.generate])
+@named(some([family for family in FAMILIES if family.generate]))
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generated_tokens(family: Family, cache: str) -> None:
     if cache not in family.generate:
@@ -80,7 +81,7 @@ def test_generated_tokens(family: Family, cache: str) -> None:
         torch.testing.assert_close(step, logits, atol=5e-5 * float(logits.abs().max()), rtol=0)
 
 
-@named([family for family in FAMILIES if family.compiles])
+@named(some(some([family for family in FAMILIES if family.compiles])))
 def test_one_graph_computes_the_same(family: Family) -> None:
     ours, eager = pair(family, "compiles")
     mask = padding("left")
@@ -104,7 +105,7 @@ def assert_equal_models(compiled: Any, ours: Any, eager: Any, inputs: Any, mask:
     assert_equal(Called(), eager, inputs, mask.bool())
 
 
-@named([family for family in FAMILIES if family.kind == "decoder"])
+@named(some([family for family in FAMILIES if family.kind == "decoder"]))
 def test_training_steps(family: Family) -> None:
     models = pair(family)
     inputs = inputs_of(family)["input_ids"]

@@ -9,7 +9,8 @@ import torch
 from anyflex_transformers import masks, packed
 from anyflex_transformers.carrier import Carrier
 from comparison import assert_equal, inputs_of, packed_positions, padding
-from families import by_name, pair
+from families import by_name
+from models import pair
 from transformers import masking_utils
 
 import anyflex
@@ -67,7 +68,7 @@ def test_a_mask_made_in_inference_mode_serves_training(built: list[Any]) -> None
 
 
 def asked(**arguments: Any) -> Any:
-    """What the registered function gives for arguments of the newest version."""
+    """Ask the registered function, with arguments of the newest version."""
     return masks.mask(**{"batch_size": 1, "device": "cpu", **arguments})
 
 

@@ -1,4 +1,4 @@
-"""What would give another result than the model's authors mean is refused, by name."""
+"""Calls that would give another result than the model's authors mean are refused, by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import transformers
 from anyflex_transformers.attention import attention
 from anyflex_transformers.carrier import Carrier, NoTensorError
-from anyflex_transformers.masks import causal_mask
-from anyflex_transformers.versions import MASKS_TAKE_POSITIONS
+from anyflex_transformers.masks import MASKS_TAKE_POSITIONS, causal_mask
 from comparison import inputs_of
-from families import by_name, pair
+from families import by_name
+from models import pair
 
 import anyflex
 

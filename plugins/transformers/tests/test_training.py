@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 from comparison import assert_equal, inputs_of, padding
-from families import by_name, pair
+from families import by_name
+from models import pair
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

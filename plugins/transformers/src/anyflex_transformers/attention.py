@@ -18,12 +18,12 @@ from anyflex_transformers.score_mods import score_mod
 __all__ = ["attention"]
 
 WITHOUT_EFFECT = frozenset(
-    # What the mask already says.
+    # The mask has these.
     "sliding_window position_ids cache_position seq_idx "
-    # What concerns the cache, other layers, and what a model returns.
+    # These concern the cache, other layers, and what a model returns.
     "use_cache past_key_value past_key_values encoder_hidden_states output_router_logits "
     "output_hidden_states return_dict num_items_in_batch deterministic "
-    # Lengths, which cu_seq_lens_q and cu_seq_lens_k hold too, and what continuous batching keeps.
+    # cu_seq_lens_q and cu_seq_lens_k hold the lengths too; continuous batching keeps the rest.
     "max_length_q max_length_k read_index write_index logits_indices logits_processor_args".split()
 )
 """Keywords that models hand on to attention, and that mean nothing to it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,11 @@ from transformers import masking_utils
 import anyflex
 from anyflex_transformers.carrier import Carrier
 from anyflex_transformers.packed import without_positions
-from anyflex_transformers.versions import MASKS_TAKE_POSITIONS
 
-__all__ = ["causal_mask", "mask", "mask_at_positions", "packed_mask"]
+__all__ = ["MASKS_TAKE_POSITIONS", "causal_mask", "mask", "mask_at_positions", "packed_mask"]
 
+MASKS_TAKE_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
+"""Whether this transformers calls mask functions with cache_position, as before 5.4."""
 MaskFunction = Callable[..., Any]
 """transformers' mask function, ``f(b, h, q_idx, kv_idx)`` of positions in the whole sequence."""
 

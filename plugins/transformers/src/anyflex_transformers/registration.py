@@ -5,8 +5,7 @@ from __future__ import annotations
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from anyflex_transformers.attention import attention
-from anyflex_transformers.masks import mask, mask_at_positions
-from anyflex_transformers.versions import MASKS_TAKE_POSITIONS
+from anyflex_transformers.masks import MASKS_TAKE_POSITIONS, mask, mask_at_positions
 
 __all__ = ["NAME", "register"]
 

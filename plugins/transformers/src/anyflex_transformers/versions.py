@@ -1,20 +1,20 @@
-"""Versions of transformers that the plugin was run with, and what differs between them."""
+"""Versions of transformers that the plugin was run with, and what differs between them.
+
+Data alone, which needs no transformers: the documentation's table is made of it.
+"""
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 
-from transformers import masking_utils
-
-__all__ = ["CHANGES", "MASKS_TAKE_POSITIONS", "TESTED", "Change"]
+__all__ = ["CHANGES", "TESTED", "Change"]
 
 TESTED = ("4.57.6", "5.24.0")
 """Oldest and newest version that all tests were run with."""
 
 
 class Change(NamedTuple):
-    """What changed in transformers, and what the plugin does about it."""
+    """A change in transformers, and what the plugin does about it."""
 
     since: str
     changed: str
@@ -30,7 +30,7 @@ CHANGES = (
     Change(
         "5.4",
         "mask functions take q_length and q_offset instead of cache_position",
-        "`versions.MASKS_TAKE_POSITIONS` chooses which of two functions is registered",
+        "`masks.MASKS_TAKE_POSITIONS` chooses which of two functions is registered",
     ),
     Change(
         "5.4",
@@ -48,7 +48,4 @@ CHANGES = (
         "`continuous_batching()` opens it while it is entered; with older versions it raises",
     ),
 )
-"""What differs between the versions from the oldest to the newest that were tested."""
-
-MASKS_TAKE_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
-"""Whether this version calls mask functions with cache_position, as it was before 5.4."""
+"""Differences between the versions from the oldest to the newest that were tested."""
