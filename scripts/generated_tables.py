@@ -9,11 +9,13 @@ nothing and exits 1 if a page is not current.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,12 +28,14 @@ __all__ = ["PAGES", "with_current_tables"]
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"
+TRANSFORMERS = ROOT / "plugins" / "transformers"
 PAGES = (
     DOCS / "environment.md",
     DOCS / "cli.md",
     DOCS / "mods.md",
     DOCS / "examples.md",
     DOCS / "operations.md",
+    DOCS / "transformers.md",
     EXAMPLES / "README.md",
 )
 TABLE = re.compile(r"(<!-- table (\w+).*?-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
@@ -145,6 +149,37 @@ def _is_defined(name: str, first: int, second: int) -> bool:
     return where is None or bool(where)
 
 
+def transformers_families() -> str:
+    """Families of models that the tests compare with eager attention, and in what."""
+    families = _module_of(TRANSFORMERS / "tests" / "families.py").FAMILIES
+    columns = ["family", "class", "in its attention", "since", *families[0].compared()]
+    rows = [[column[0].upper() + column[1:] for column in columns], ["---"] * len(columns)]
+    for family in families:
+        since = ".".join(map(str, family.since))
+        facts = [family.name, f"`{family.model}`", family.shows, since]
+        rows.append([*facts, *family.compared().values()])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def transformers_versions() -> str:
+    """Differences between the versions of transformers."""
+    versions = _module_of(TRANSFORMERS / "src" / "anyflex_transformers" / "versions.py")
+    rows = [f"| {each.since} | {each.changed} | {each.handled} |" for each in versions.CHANGES]
+    head = f"| Since | In transformers | Here (run with {' and '.join(versions.TESTED)}) |"
+    return "\n".join([head, "|---" * 3 + "|", *rows]) + "\n"
+
+
+def _module_of(path: Path) -> ModuleType:
+    """Return the module of a file whose package need not be importable."""
+    spec = importlib.util.spec_from_file_location(f"tables_of_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the types that annotations name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def examples() -> str:
     """Subject of each example: the first sentence of its docstring."""
     return _examples("`{name}`")
@@ -178,6 +213,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "linked_examples": linked_examples,
     "operations": operations,
     "spellings": spellings,
+    "transformers_families": transformers_families,
+    "transformers_versions": transformers_versions,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import shutil
 import sys
@@ -38,6 +39,8 @@ def compiler_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("compiler_without_a_compiler")
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.stem == "transformers" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers isn't installed; its newest needs Python 3.11")
     # A module of its own, because Dynamo imports the module that a function names.
     module = ModuleType("documentation_" + page.stem.replace("-", "_"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
