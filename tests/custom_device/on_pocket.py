@@ -102,6 +102,19 @@ def test_torch_refuses_such_a_device(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_torch_s_call_reaches_the_plugin_once_it_is_rerouted(way: str) -> None:
+    call = torch_flex_attention
+    if way == "compiled":
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert "pocket" in anyflex.reroute_torch()
+    try:
+        check(attend(call))
+    finally:
+        anyflex.restore_torch()
+    assert PocketKernel.launches
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_the_plugin_computes_forward_and_backward(way: str) -> None:
     call = anyflex.flex_attention
     if way == "compiled":

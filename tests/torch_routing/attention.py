@@ -25,6 +25,7 @@ __all__ = [
     "inputs",
     "poisoned",
     "rerouted",
+    "weighted",
 ]
 
 # Largest error in units of the largest value that the formula gives.
@@ -136,7 +137,7 @@ def weighted(output: Tensor) -> Tensor:
 
 
 def expected(
-    program: Program, sizes: Sizes, given: Inputs, *, aux: bool = False
+    program: Program, sizes: Sizes, given: Inputs, *, aux: bool = False, scale: float | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Out (with `aux` also lse and max_scores) and the gradients by the dense formula in
     float64."""
@@ -149,7 +150,7 @@ def expected(
     if program.mask is not None:
         extents = (sizes.batch, sizes.heads, sizes.q_length, sizes.kv_length)
         mask = dense_mask(program.mask(wide.captured, sizes), *extents)
-    found = dense_attention(wide.query, wide.key, wide.value, score_mod, mask)
+    found = dense_attention(wide.query, wide.key, wide.value, score_mod, mask, scale)
     outputs = [found.out, found.lse] if aux else [found.out]
     grads = gradients(outputs, wide)
     return [*outputs, *([found.max_scores] if aux else [])], grads

@@ -123,6 +123,15 @@ def _counted(limit: float, step: int) -> Mod:
     return score
 
 
+def _grid_by_steps(c: Captured) -> Mod:
+    def score(s, b, h, q, k):
+        # The oracle gives vectors of pairs, of which the steps would make a matrix.
+        bias = c.grid[q][k] if q.dim() == 0 else c.grid[q, k]
+        return s * c.of_batch_head[b, h] + bias
+
+    return score
+
+
 SCORES: dict[str, Maker] = {
     "causal_score": lambda c, z: lambda s, b, h, q, k: _where(q >= k, s, -torch.inf),
     "later_only": lambda c, z: lambda s, b, h, q, k: _where(q <= k, s, -torch.inf),
@@ -142,13 +151,7 @@ SCORES: dict[str, Maker] = {
     "query_bias": lambda c, z: lambda s, b, h, q, k: s + c.of_query[q],
     "key_bias": lambda c, z: lambda s, b, h, q, k: s + c.of_key[k],
     "grid_bias": lambda c, z: lambda s, b, h, q, k: s + c.grid[q, k],
-    "grid_by_steps": lambda c, z: (
-        lambda s, b, h, q, k: (
-            s * c.of_batch_head[b, h] + c.grid[q][k]
-            if q.dim() == 0
-            else s * c.of_batch_head[b, h] + c.grid[q, k]
-        )
-    ),
+    "grid_by_steps": lambda c, z: _grid_by_steps(c),
     "distances": lambda c, z: lambda s, b, h, q, k: s + c.distances[q - k + z.kv_length - 1],
     "temperature": lambda c, z: lambda s, b, h, q, k: s * c.scalar,
     "several": lambda c, z: lambda s, b, h, q, k: s * c.of_head[h] + c.of_query[q] * c.of_key[k],

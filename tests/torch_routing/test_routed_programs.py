@@ -24,6 +24,7 @@ from tests.torch_routing.attention import (
     inputs,
     poisoned,
     rerouted,
+    weighted,
 )
 from tests.torch_routing.programs import PROGRAMS, SIZES, Sizes
 
@@ -70,7 +71,7 @@ def compiled_results(backend: str, size: str) -> dict[str, tuple[Inputs, Tensor,
     outputs = torch.compile(attend_all, backend=backend, fullgraph=True)(given)
     # Backward is one graph as well: gradients of all programs at once.
     leaves = [leaf for each in given.values() for leaf in each.leaves()]
-    loss = sum(_weighted(out) for out in outputs.values())
+    loss = sum(weighted(out) for out in outputs.values())
     found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
     results = {}
     for name, each in given.items():
@@ -81,11 +82,6 @@ def compiled_results(backend: str, size: str) -> dict[str, tuple[Inputs, Tensor,
         ]
         results[name] = each, outputs[name], filled
     return results
-
-
-def _weighted(output: Tensor) -> Tensor:
-    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64)
-    return (output.double() * weights.reshape(output.shape)).sum()
 
 
 @pytest.mark.parametrize(("backend", "size"), COMPILED)
@@ -123,6 +119,20 @@ def test_one_auxiliary_output_leaves_the_other_none() -> None:
     out, lse = attend(program, sizes, given, return_lse=True)
     wanted, _ = expected(program, sizes, given, aux=True)
     agree([out, lse, aux.max_scores], wanted)
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("scale", [0.0, 0.3, -1.25])
+def test_the_scale_is_used(scale: float, way: str) -> None:
+    program, sizes = PROGRAMS["alibi_causal"], SIZES["square"]
+    given = inputs(program, sizes)
+
+    def call(given: Inputs) -> Tensor:
+        return attend(program, sizes, given, scale=scale)
+
+    out = (call if way == "eager" else torch.compile(call, backend=way, fullgraph=True))(given)
+    wanted, grads = expected(program, sizes, given, scale=scale)
+    agree([out, *gradients([out], given)], [*wanted, *grads])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import types
@@ -182,6 +183,16 @@ def test_masks_are_torch_s_with_the_same_lists() -> None:
         # Places past the count hold anything.
         valid = torch.arange(getattr(wanted, indices).shape[-1]) < live[..., None]
         assert torch.equal(getattr(mask, indices)[valid], getattr(wanted, indices)[valid])
+
+
+def test_whole_blocks_are_listed_as_partial_where_that_is_asked_for() -> None:
+    if "separate_full_blocks" not in inspect.signature(create_block_mask).parameters:
+        pytest.skip(f"torch {torch.__version__} can't be asked for it")
+    with rerouted():
+        mask = create_block_mask(
+            causal, None, None, 64, 64, device="cpu", BLOCK_SIZE=16, separate_full_blocks=False
+        )
+    assert mask.kv_num_blocks.tolist() == [[[1, 2, 3, 4]]]
 
 
 def test_a_long_mask_needs_no_dense_one() -> None:
