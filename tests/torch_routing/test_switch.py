@@ -180,7 +180,7 @@ def test_masks_are_torch_s_with_the_same_lists() -> None:
     ):
         live = getattr(wanted, counts)
         assert torch.equal(getattr(mask, counts), live)
-        # Places past the count hold anything.
+        # Entries past the count are undefined.
         valid = torch.arange(getattr(wanted, indices).shape[-1]) < live[..., None]
         assert torch.equal(getattr(mask, indices)[valid], getattr(wanted, indices)[valid])
 
