@@ -37,6 +37,7 @@ def run_tests(plugin: Path, folder: Path, *arguments: str) -> str:
     site = folder / "site"
     install(site, plugin.name, entry_points(plugin))
     environment = {n: v for n, v in os.environ.items() if not n.startswith("ANYFLEX_")}
+    environment |= {"ANYFLEX_SOAK": os.environ.get("ANYFLEX_SOAK", "")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, plugin / "src", ROOT / "core")))
     environment |= {"ANYFLEX_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -36,6 +36,12 @@ def inputs_of(family: Any, *, rows: int = 2, length: int = LENGTH) -> dict[str, 
 
     if family.kind == "vision":
         return {"pixel_values": torch.randn(rows, 3, 32, 32, generator=generator)}
+    if family.kind == "images and text":
+        text = tokens() % 60
+        text[:, 5:9] = 63
+        images = torch.randn(rows, 3, 32, 32, generator=generator)
+        kinds = (text == 63).to(torch.int64)
+        return {"input_ids": text, "pixel_values": images, "token_type_ids": kinds}
     if family.kind == "audio":
         features = torch.randn(rows, 16, 64, generator=generator)
         return {"input_features": features, "decoder_input_ids": tokens()}

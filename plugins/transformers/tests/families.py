@@ -401,6 +401,54 @@ FAMILIES = (
         sizes=ENCODER_DECODER,
     ),
     Family(
+        "Gemma 3, images and text",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        "an image's tokens see each other",
+        {
+            "text_config": {
+                **SIZES,
+                "head_dim": 16,
+                "sliding_window": 8,
+                "layer_types": WINDOWS,
+            },
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+            "image_token_index": 63,
+            "image_token_id": 63,
+            "boi_token_index": 61,
+            "eoi_token_index": 62,
+        },
+        kind="images and text",
+        generate=(),
+        sizes={},
+        since=(5, 0),
+    ),
+    Family(
+        "Qwen2-VL",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        "positions of three dimensions",
+        {
+            "text_config": {
+                **SIZES,
+                "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 64,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+            },
+        },
+        packed=False,
+        dense=False,
+        generate=("dynamic",),
+        sizes={},
+        since=(5, 0),
+    ),
+    Family(
         "ViT", "ViTModel", "ViTConfig", "image encoder", kind="vision", generate=(), sizes=VISION
     ),
     Family(
