@@ -60,8 +60,7 @@ def spellings() -> str:
     import torch
 
     from anyflex.tracing.conversions import FACTORIES
-    from anyflex.tracing.row_functions import ROWS
-    from anyflex.tracing.torch_functions import FACTS, OPERATORS, SPELLINGS
+    from anyflex.tracing.torch_functions import FACTS, OPERATORS, ROW_FUNCTIONS, SPELLINGS
 
     reads = (torch.select, torch.Tensor.select)
     known = {id(function) for function in (*SPELLINGS, *FACTORIES, *reads)}
@@ -79,7 +78,7 @@ def spellings() -> str:
         ]
         label = written + "name()`" if "`" in written else f"`{written}`"
         rows.append(f"| {label} | {_listed(sorted(names))} |")
-    of_rows = sorted(name for name in ROWS if not name.startswith("_"))
+    of_rows = sorted(name for name in ROW_FUNCTIONS if not name.startswith("_"))
     rows.append(
         f"| of [rows](#rows-of-captured-tensors): functions and methods | {_listed(of_rows)} |"
     )

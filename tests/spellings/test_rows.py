@@ -314,6 +314,7 @@ def test_longer_rows_run_on_the_reference() -> None:
         ("s + p[q][0, 0]", ModIndexError, "2 indices for the 1 dimensions left"),
         ("s + (p[q] + 1)[0, 0]", ModIndexError, "2 indices for a row of 1 dimensions"),
         ("s + torch.dot(p[q], v)", ModTraceError, r"rows of shapes \[3\] and \[4\]"),
+        ("s + w2.take(w2[q])", ModTraceError, "gathering"),
         ("s + p[q].view(2).sum()", ModTraceError, r"shape \[3\] as one of shape \[2\]"),
         ("s + ids[q].mean()", ModTraceError, "mean of integers"),
         ("s if p[q].any() else s", ModTraceError, "branch"),

@@ -66,7 +66,7 @@ class PartialRead(Traced):
                 "Give one index a dimension.",
             )
         entries = list(self.entries)
-        # Dimensions that the indices leave are the row's.
+        # Indices of the row that the other indices leave.
         parts: list[Any] = []
         d = 0
         for item in items:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anyflex.mod_graph.operations import RECORDS
-from anyflex.tracing import activations, arithmetic, conversions, row_functions
+from anyflex.tracing import activations, arithmetic, conversions, row_functions, row_lookups
 from anyflex.tracing.rows import Row
 from anyflex.tracing.symbol import (
     REFLECTED,
@@ -30,7 +30,7 @@ from anyflex.tracing.symbol import (
 from anyflex.tracing.trace_errors import NUMPY, REFUSED, refuse_function
 from anyflex.tracing.tracer import Tracer
 
-__all__ = ["FACTS", "OPERATORS", "SPELLINGS", "WHOLE"]
+__all__ = ["FACTS", "OPERATORS", "ROW_FUNCTIONS", "SPELLINGS"]
 
 
 _SPELLED = {
@@ -80,6 +80,10 @@ _NAMED: dict[str, Callable[..., Any]] = {
 }
 
 
+ROW_FUNCTIONS = {**row_functions.ROWS, **row_lookups.LOOKUPS}
+"""Name -> spelling of what takes rows of captured tensors whole."""
+
+
 def _install() -> None:
     spaces = (torch, Tensor, F, torch.special)
     for name, spelled in _NAMED.items():
@@ -92,7 +96,7 @@ def _install() -> None:
     WHOLE[operator.getitem] = conversions.get_item
     for name, spelled in _METHODS.items():
         _install_operator(name, spelled)
-    for name, spelled in row_functions.ROWS.items():
+    for name, spelled in ROW_FUNCTIONS.items():
         for space in (*spaces, torch.linalg):
             function = getattr(space, name, None)
             if callable(function):
