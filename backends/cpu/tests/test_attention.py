@@ -222,3 +222,19 @@ def test_what_is_at_dead_keys_reaches_nothing(dtype: torch.dtype, level: str) ->
     value[:, :, 40:] = -torch.inf
     for found, expected in zip(results(query, key, value), wanted, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [100, 256])
+def test_a_gradient_whose_terms_cancel_is_off_by_their_rounding_alone(
+    dtype: torch.dtype, length: int
+) -> None:
+    query = torch.ones(1, 4, length, 64, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(4, dtype=dtype, requires_grad=True)
+    out = anyflex.flex_attention(
+        query, query, query, lambda s, b, h, q, k: s + bias[h], backend="cpu"
+    )
+    (found,) = torch.autograd.grad(out.sum(), bias)
+    # P is 1 / length and dP is 64 for each pair of a head, in exact arithmetic too.
+    magnitude = length * length * (1 / length) * 64
+    assert found.abs().max() <= 1e-6 * magnitude
