@@ -291,11 +291,68 @@ TOP_BLOCKS = torch.tensor(
 @_published
 def vsa() -> list[tuple[MaskMod, Meaning]]:
     chosen = TOP_BLOCKS.tolist()
+    # The same as lists of blocks; -1 stands for no more.
+    listed = torch.full((2, 2, 3, 3), -1)
+    for h, rows in enumerate(chosen):
+        for row, blocks in enumerate(rows):
+            places = torch.tensor([column for column, live in enumerate(blocks) if live])
+            listed[:, h, row, : len(places)] = places
+
+    def in_list(b: Any, h: Any, q: Any, k: Any) -> Any:
+        row = listed[b, h, q // TOP_K_BLOCK]
+        return (row == (k // TOP_K_BLOCK).unsqueeze(-1)).any(-1)
+
+    def meaning(b: int, h: int, q: int, k: int) -> bool:
+        return bool(chosen[h][q // 16][k // 16])
+
+    return [
+        (lambda b, h, q, k: TOP_BLOCKS[h, q // TOP_K_BLOCK, k // TOP_K_BLOCK], meaning),
+        (in_list, meaning),
+        (lambda b, h, q, k: torch.isin(k // 16, listed[b, h, q // 16]), meaning),
+    ]
+
+
+@_published
+def searched_documents() -> list[tuple[MaskMod, Meaning]]:
+    ends = [9, 10, 30, LENGTH]
+    ends_of = torch.tensor(ends, dtype=torch.int32)
+
+    def searched(b: Any, h: Any, q: Any, k: Any) -> Any:
+        same = torch.bucketize(q, ends_of, right=True) == torch.bucketize(k, ends_of, right=True)
+        return same & (q >= k)
+
+    def sorted_into(b: Any, h: Any, q: Any, k: Any) -> Any:
+        document = torch.searchsorted(ends_of, torch.stack([q, k]), side="right")
+        return (document[0] == document[1]) & (q >= k)
+
+    def meaning(b: int, h: int, q: int, k: int) -> bool:
+        return k <= q and not any(k < end <= q for end in ends)
+
+    return [(searched, meaning), (sorted_into, meaning)]
+
+
+@_published
+def near_in_space() -> list[tuple[MaskMod, Meaning]]:
+    generator = torch.Generator().manual_seed(4)
+    places = torch.randn(LENGTH, 3, generator=generator)
+    points = [place.tolist() for place in places]
+    nearest = torch.cdist(places, places).topk(5, largest=False).indices
+
+    def within(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (places[q] - places[k]).square().sum(-1) < 1.5
+
+    def one_of_five(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.stack([nearest[q, i] == k for i in range(5)]).any()
+
     return [
         (
-            lambda b, h, q, k: TOP_BLOCKS[h, q // TOP_K_BLOCK, k // TOP_K_BLOCK],
-            lambda b, h, q, k: chosen[h][q // 16][k // 16],
-        )
+            within,
+            lambda b, h, q, k: (
+                sum((x - y) ** 2 for x, y in zip(points[q], points[k], strict=True)) < 1.5
+            ),
+        ),
+        (one_of_five, lambda b, h, q, k: k in nearest[q].tolist()),
+        (lambda b, h, q, k: (nearest[q] == k).any(), lambda b, h, q, k: k in nearest[q].tolist()),
     ]
 
 

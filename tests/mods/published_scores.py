@@ -81,7 +81,28 @@ def latent_attention(generator: torch.Generator) -> list[Entry]:
     def formula(scores: Tensor) -> Tensor:
         return scores + scale * torch.einsum("bhqd,bkd->bhqk", rotary_query, rotary_key)
 
-    return [(mod, formula, [rotary_query, rotary_key])]
+    def of_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + scale * (rotary_query[b, h, q] * rotary_key[b, k]).sum(-1)
+
+    def product(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.add(s, torch.dot(rotary_query[b, h, q], rotary_key[b, k]) * scale)
+
+    leaves = [rotary_query, rotary_key]
+    return [(mod, formula, leaves), (of_rows, formula, leaves), (product, formula, leaves)]
+
+
+@_published
+def distance_in_space(generator: torch.Generator) -> list[Entry]:
+    places, weight = learned(generator, 2, LENGTH, 3), learned(generator, HEADS)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s - weight[h].exp() * (places[b, q] - places[b, k]).norm()
+
+    def formula(scores: Tensor) -> Tensor:
+        apart = (places[:, None, :, None] - places[:, None, None]).norm(dim=-1)
+        return scores - weight.exp()[:, None, None] * apart
+
+    return [(mod, formula, [places, weight])]
 
 
 @_published

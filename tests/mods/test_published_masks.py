@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 NAMES = (
     "causal sliding global_sliding dilated prefix_lm document batchify batch shared_prefix "
-    "block_diffusion flamingo natten sta svg vsa jetspec"
+    "block_diffusion flamingo natten sta svg vsa searched_documents near_in_space jetspec"
 )
 CASES = [
     pytest.param(*case, id=f"{name}-{i}")
@@ -57,7 +57,7 @@ def test_a_published_mask(mask_mod: Callable[..., Any], meaning: Callable[..., b
 
 
 def test_blocks_chosen_outside_may_be_given_as_runs() -> None:
-    ((mask_mod, _),) = PUBLISHED_MASKS["vsa"]
+    mask_mod = PUBLISHED_MASKS["vsa"][0][0]
     dense = TOP_BLOCKS[None].repeat_interleave(TOP_K_BLOCK, 2).repeat_interleave(TOP_K_BLOCK, 3)
     offsets, runs = dense_to_runs(dense, (TOP_K_BLOCK, TOP_K_BLOCK))
     given = anyflex.BlockMask.from_runs(

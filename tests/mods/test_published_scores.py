@@ -16,7 +16,7 @@ from tests.spellings.surroundings import function_of
 
 __all__: list[str] = []
 
-NAMES = {"alibi", "graphormer", "latent_attention", "sandwich", "softcapping"}
+NAMES = set("alibi graphormer latent_attention distance_in_space sandwich softcapping".split())
 ACTIVATIONS = [line.split(" ", 2)[2] for line in LINES["activations"].strip().splitlines()]
 
 pytestmark = pytest.mark.usefixtures("float64_numbers")
