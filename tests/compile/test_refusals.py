@@ -51,7 +51,6 @@ REFUSED: dict[str, Mod] = {
     "sorted": lambda s, b, h, q, k: sorted([s, 1.0])[0],
     "numpy function": lambda s, b, h, q, k: numpy.tanh(s),
     "numpy table": lambda s, b, h, q, k: s + ARRAY[k],
-    "math of a read number": lambda s, b, h, q, k: s * math.sqrt(TABLE[3]),
     "complex": lambda s, b, h, q, k: complex(s),
     "reversed": lambda s, b, h, q, k: next(reversed(s)),
     "letter": lambda s, b, h, q, k: s if "ab"[q] == "a" else -s,
