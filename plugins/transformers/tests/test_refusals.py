@@ -12,7 +12,6 @@ import transformers
 from anyflex_transformers.attention import attention
 from anyflex_transformers.carrier import Carrier, NoTensorError
 from anyflex_transformers.masks import MASKS_TAKE_POSITIONS, causal_mask
-from comparison import inputs_of
 from families import by_name
 from models import pair
 
@@ -27,26 +26,6 @@ def layer(**fields: Any) -> torch.nn.Module:
 
 def tensors() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 5, 8) for _ in range(3)]
-
-
-def test_dropout_is_refused_and_names_the_field_of_the_config() -> None:
-    module = layer(attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.3)
-    cure = "dropout must be 0.0 .* got 0.1 .* config.attention_probs_dropout_prob = 0.0"
-    with pytest.raises(anyflex.ArgumentError, match=cure):
-        attention(module, *tensors(), None, dropout=0.1)
-
-
-def test_a_model_with_dropout_trains_once_the_field_is_zero() -> None:
-    family = by_name("GPT-2")
-    ours, _ = pair(family)
-    ours.train()
-    for block in ours.transformer.h:
-        block.attn.attn_dropout.p = 0.1
-    with pytest.raises(anyflex.ArgumentError, match="dropout"):
-        ours(**inputs_of(family))
-    for block in ours.transformer.h:
-        block.attn.attn_dropout.p = 0.0
-    ours(**inputs_of(family))
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "head_mask", "invented"])

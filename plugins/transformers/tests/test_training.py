@@ -88,3 +88,34 @@ def test_learned_biases_get_their_gradient() -> None:
     found = torch.autograd.grad((out * weights).sum(), (bias, sinks))
     wanted = torch.autograd.grad((expected * weights).sum(), (bias, sinks))
     torch.testing.assert_close(found, wanted)
+
+
+def test_weights_are_dropped_in_training_alone() -> None:
+    family = by_name("GPT-2")
+    inputs = inputs_of(family)
+    ours, eager = pair(family)
+    for model in (ours, eager):
+        for block in model.transformer.h:
+            block.attn.attn_dropout.p = 0.5
+
+    def trained(model: Any, seed: int) -> torch.Tensor:
+        model.train()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    with torch.no_grad():
+        assert torch.allclose(
+            ours.eval()(**inputs).logits, eager.eval()(**inputs).logits, atol=1e-4
+        )
+    assert torch.equal(trained(ours, 0), trained(ours, 0))
+    assert not torch.equal(trained(ours, 0), trained(ours, 1))
+    # Each draws masks of its own, so their means over many are compared: one token's logits are
+    # apart by what two independent means are.
+    means, variances = [], []
+    for model in (ours, eager):
+        drawn = torch.stack([trained(model, seed) for seed in range(64)])
+        means.append(drawn.mean(0))
+        variances.append(drawn.var(0) / 64)
+    apart = (means[0] - means[1]) / (variances[0] + variances[1]).sqrt().clamp(min=1e-6)
+    assert apart[:, 1:].square().mean() < 1.5

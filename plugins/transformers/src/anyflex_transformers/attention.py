@@ -27,15 +27,6 @@ WITHOUT_EFFECT = frozenset(
     "max_length_q max_length_k read_index write_index logits_indices logits_processor_args".split()
 )
 """Keywords that models hand on to attention, and that mean nothing to it."""
-DROPOUT_FIELDS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "attn_dropout",
-    "dropout_rate",
-    "dropout",
-)
-"""Names that attention's dropout has in configs."""
 
 
 def attention(
@@ -64,6 +55,7 @@ def attention(
         attention_mask: what `masks.mask` made; torch's BlockMask; a tensor [1 or B, 1 or Hq,
             1 or L, at least S], bool (True is live) or added to the scores; or None: causal where
             the layer is and there are several rows, else everything.
+        dropout: probability with which weights are dropped; models pass 0 in evaluation.
         softcap, position_bias: applied to the scores in this order, before the mask.
         s_aux: [Hq], sinks.
         cu_seq_lens_q, cu_seq_lens_k: offsets of requests packed into one row; without a mask
@@ -71,10 +63,9 @@ def attention(
         kernel_options: as for `anyflex.flex_attention`.
 
     Raises:
-        ArgumentError: dropout, a mask or bias of a shape that doesn't fit, or a keyword that
-            would change the result in a way that is unknown here.
+        ArgumentError: a mask or bias of a shape that doesn't fit, or a keyword that would change
+            the result in a way that is unknown here.
     """
-    _refuse_dropout(module, dropout)
     _refuse_unknown(module, others)
     if output_attentions:
         warnings.warn(
@@ -107,6 +98,7 @@ def attention(
         enable_gqa=True,
         kernel_options=kernel_options,
         return_aux=None if s_aux is None else anyflex.AuxRequest(lse=True),
+        dropout_p=dropout,
     )
     if s_aux is not None:
         out, aux = out
@@ -128,18 +120,6 @@ def _packed(
     sizes = (query.shape[2], key.shape[2])
     window = others.get("sliding_window") if is_causal else None
     return packed_mask(q_offsets, kv_offsets, sizes, is_causal, window, query.device)
-
-
-def _refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
-    if dropout == 0.0:
-        return
-    config = getattr(module, "config", None)
-    fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
-    cure = f"config.{fields[0]} = 0.0" if fields else "it to 0.0 in the model's config"
-    raise anyflex.ArgumentError(
-        f"dropout must be 0.0 for attn_implementation='anyflex', got {dropout} in "
-        f"{type(module).__name__}: set {cure} before the model is made, or call model.eval()"
-    )
 
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
