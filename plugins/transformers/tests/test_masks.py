@@ -26,7 +26,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(create(*arguments, **options))
         return found[-1]
 
-    masks._causal_blocks.cache_clear()
+    masks._kept_causal_blocks.cache_clear()
     monkeypatch.setattr(anyflex, "create_block_mask", recorded)
     return found
 
@@ -39,6 +39,24 @@ def test_a_mask_is_built_once_for_all_layers_of_a_kind(
     ours, _ = pair(family)
     ours(**inputs_of(family), attention_mask=padding("left"))
     assert len(built) == kinds
+
+
+def test_a_compiled_forward_builds_its_mask_once_for_all_layers() -> None:
+    family = by_name("Llama")
+    ours, _ = pair(family, "compiles")
+    called: list[str] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend=counting, fullgraph=True)
+    compiled(**inputs_of(family), attention_mask=padding("left"))
+    torch.compiler.reset()
+    layers = ours.config.num_hidden_layers
+    assert called.count("anyflex.flex_attention.default") == layers > 1
+    assert called.count("anyflex.block_mask.default") == 1
 
 
 def test_a_plain_causal_mask_is_built_once_for_all_steps(built: list[Any]) -> None:

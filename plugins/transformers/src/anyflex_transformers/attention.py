@@ -87,7 +87,6 @@ def attention(
         block_mask, on_scores = None, given
     elif isinstance(given, Carrier):
         block_mask = given.own
-        on_scores = given.function if given.own is None else None
     out = anyflex.flex_attention(
         query,
         key,

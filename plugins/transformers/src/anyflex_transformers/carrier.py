@@ -18,16 +18,14 @@ class NoTensorError(anyflex.ArgumentTypeError, AttributeError):
 
 
 class Carrier(TorchBlockMask):
-    """Carry a block mask, or only its mask mod, through a model to attention.
+    """Carry a block mask through a model to attention.
 
     transformers keeps a prepared mask only if it is a tensor or torch's BlockMask, with a shape
     of four dimensions. All else that is done with it is a model that computes attention itself,
     and raises NoTensorError.
 
     Attributes:
-        own: anyflex's block mask; None while torch.compile traces the model, where `function`
-            is applied to every score.
-        function: the mask mod, of rows and keys of this forward, from 0.
+        own: anyflex's block mask, of rows and keys of this forward, from 0.
         shape: (B, 1, Q_LEN, KV_LEN).
     """
 
@@ -35,15 +33,9 @@ class Carrier(TorchBlockMask):
     ndim = 4
     requires_grad = False
 
-    def __init__(
-        self,
-        own: anyflex.BlockMask | None,
-        function: Callable[..., Any],
-        shape: tuple[int, int, int, int],
-    ) -> None:
+    def __init__(self, own: anyflex.BlockMask, shape: tuple[int, int, int, int]) -> None:
         # Without torch's __init__, which would make its index lists.
         self.own = own
-        self.function = function
         self.shape = shape
 
     def __getitem__(self, index: Any) -> Carrier:
@@ -55,13 +47,8 @@ class Carrier(TorchBlockMask):
         start, stop, step = rows.indices(self.shape[2])
         if step != 1:
             _refuse(f"[{index!r}]")
-        function = self.function
-
-        def of_rows(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return function(b, h, q_idx + start, kv_idx)
-
-        own = None if self.own is None else self.own.row_slice(start, stop)
-        return Carrier(own, of_rows, (*self.shape[:2], stop - start, self.shape[3]))
+        own = self.own.row_slice(start, stop)
+        return Carrier(own, (*self.shape[:2], stop - start, self.shape[3]))
 
     def to(self, *arguments: Any, **options: Any) -> Carrier:
         """Return the mask on a device; it has no dtype."""
@@ -69,8 +56,7 @@ class Carrier(TorchBlockMask):
         options.pop("non_blocking", None)
         if isinstance(device, torch.dtype) or len(arguments) > 1 or set(options) - {"device"}:
             _refuse(f".to{arguments}")
-        own = None if self.own is None or device is None else self.own.to(device)
-        return Carrier(own, self.function, self.shape)
+        return self if device is None else Carrier(self.own.to(device), self.shape)
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(f".{name}")

@@ -43,8 +43,8 @@ def mask(
     """Return what `attention` gets as attention_mask; arguments are those of transformers.
 
     One query row needs no blocks: its mask is None where every key is live, else the dense row.
-    More rows have a block mask; while torch.compile or torch.export traces the model, the mask
-    function alone.
+    More rows have a block mask; while torch.compile or torch.export traces the model, it is an
+    operation of the graph.
     """
     tracing = torch.compiler.is_compiling()
     length = kv_length + kv_offset
@@ -63,7 +63,8 @@ def mask(
         # A cache increments its tensor in place, before the function is called.
         q_offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
         function = _of_rows(mask_function, padding, q_offset, kv_offset)
-        return Carrier(None, function, (batch_size, 1, q_length, kv_length))
+        built = anyflex.create_block_mask(function, batch_size, None, q_length, kv_length, device)
+        return Carrier(built, (batch_size, 1, q_length, kv_length))
     first = int(q_offset)
     if padding is None and mask_function is masking_utils.causal_mask_function:
         return causal_mask(batch_size, q_length, kv_length, first - kv_offset, device)
@@ -84,7 +85,7 @@ def mask(
         )
         function = _of_tensor(positions.dense(mask_function, padding, vmap=True))
         built = anyflex.create_block_mask(function, *sizes)
-    return Carrier(built, function, (batch_size, 1, q_length, kv_length))
+    return Carrier(built, (batch_size, 1, q_length, kv_length))
 
 
 def mask_at_positions(
@@ -120,17 +121,20 @@ def causal_mask(
     """Return the causal mask whose first row sees `offset` keys and the one of its own place."""
     shape = (batch_size, 1, q_length, kv_length)
     if torch.compiler.is_compiling():
-        return Carrier(None, anyflex.masks.causal(offset), shape)
-    built = _causal_blocks(q_length, kv_length, offset, str(device))
-    return Carrier(built, anyflex.masks.causal(offset), shape)
-
-
-@functools.lru_cache(maxsize=16)
-def _causal_blocks(q_length: int, kv_length: int, offset: int, device: str) -> anyflex.BlockMask:
-    # A model whose layers get no mask asks once a layer, and training once a step.
+        return Carrier(_causal_blocks(q_length, kv_length, offset, device), shape)
     with torch.inference_mode(False):
-        causal = anyflex.masks.causal(offset)
-        return anyflex.create_block_mask(causal, None, None, q_length, kv_length, device)
+        return Carrier(_kept_causal_blocks(q_length, kv_length, offset, str(device)), shape)
+
+
+def _causal_blocks(
+    q_length: int, kv_length: int, offset: int, device: torch.device | str
+) -> anyflex.BlockMask:
+    causal = anyflex.masks.causal(offset)
+    return anyflex.create_block_mask(causal, None, None, q_length, kv_length, device)
+
+
+# A model whose layers get no mask asks once a layer, and training once a step.
+_kept_causal_blocks = functools.lru_cache(maxsize=16)(_causal_blocks)
 
 
 @functools.lru_cache(maxsize=8)

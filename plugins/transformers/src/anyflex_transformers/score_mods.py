@@ -19,7 +19,7 @@ def score_mod(
     shape: tuple[int, int, int, int],
     softcap: float | None,
     position_bias: Tensor | None,
-    mask: Tensor | Callable[..., Any] | None,
+    mask: Tensor | None,
 ) -> ScoreMod | None:
     """Return the score mod of a call, or None where scores stay as they are.
 
@@ -27,7 +27,7 @@ def score_mod(
         shape: [B, Hq, L, S] of the scores.
         softcap: scores become ``softcap * tanh(score / softcap)``, before all else.
         position_bias: added to the scores; B, H and L may be 1, and S more than the keys.
-        mask: likewise, floating; or bool, where True is live; or a mask mod.
+        mask: likewise, floating; or bool, where True is live.
 
     Raises:
         ArgumentError: a tensor whose shape doesn't fit.
@@ -35,14 +35,12 @@ def score_mod(
     mods = [] if softcap is None else [anyflex.mods.softcap(softcap)]
     if position_bias is not None:
         mods.append(anyflex.mods.dense_bias(_fitted("position_bias", position_bias, shape)))
-    if isinstance(mask, Tensor):
+    if mask is not None:
         fitted = _fitted("attention_mask", mask, shape)
         if mask.dtype is torch.bool:
             mods.append(_live_in(fitted))
         else:
             mods.append(anyflex.mods.dense_bias(fitted))
-    elif mask is not None:
-        mods.append(_live_where(mask))
     if len(mods) < 2:
         return mods[0] if mods else None
     return anyflex.mods.compose(*mods)
@@ -69,10 +67,3 @@ def _live_in(mask: Tensor) -> ScoreMod:
         return torch.where(mask[batch, head, q_idx, kv_idx], score, -torch.inf)
 
     return live_in
-
-
-def _live_where(mask_mod: Callable[..., Any]) -> ScoreMod:
-    def live_where(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return torch.where(mask_mod(b, h, q_idx, kv_idx), score, -torch.inf)
-
-    return live_where
