@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -208,3 +210,38 @@ def test_rows_of_a_mask_with_room_for_more_runs_are_its_rows() -> None:
     for rows in ((0, 70), (16, 40), (69, 70)):
         assert roomy.row_slice(*rows) == made.row_slice(*rows)
         assert hash(roomy.row_slice(*rows)) == hash(made.row_slice(*rows))
+
+
+@pytest.mark.parametrize("kv_len", [None, 1, 40, 64, 67, 90])
+def test_slices_are_those_of_a_fresh_mask_in_any_order(kv_len: int | None) -> None:
+    rng = random.Random(7)
+    ids = torch.arange(90) // 17
+
+    def make() -> BlockMask:
+        return create_block_mask(
+            lambda b, h, q, k: (q >= k - 5 * h) & (ids[q] == ids[k]), 1, 2, 90, 90, BLOCK_SIZE=16
+        )
+
+    mask = make()
+    for _ in range(60):
+        start, stop = sorted(rng.randrange(91) for _ in range(2))
+        if rng.random() < 0.6:
+            start, stop = min(start, 89), min(start, 89) + 1
+        length = kv_len if kv_len is None else min(90, kv_len + rng.randrange(3))
+        found = mask.row_slice(start, stop, kv_len=length)
+        wanted = make().row_slice(start, stop, kv_len=length)
+        assert found == wanted and found.views().kv_length == (length or 90)
+        assert torch.equal(found.views().dense(), wanted.views().dense())
+
+
+def test_steps_in_one_block_share_their_structure_and_others_are_dropped() -> None:
+    mask = create_block_mask(causal, None, None, 64, 64, BLOCK_SIZE=16)
+    first, second = mask.row_slice(17, 18), mask.row_slice(30, 31)
+    assert first.views() is second.views() and first != mask.row_slice(32, 33)
+    longer = mask.row_slice(17, 18, kv_len=40), mask.row_slice(30, 31, kv_len=41)
+    assert longer[0].runs is longer[1].runs and longer[0].shape != longer[1].shape
+    kept = weakref.ref(first.views())
+    del first, second
+    mask.row_slice(40, 41)
+    gc.collect()
+    assert kept() is None

@@ -104,7 +104,7 @@ class BlockMask(MaskContent):
                 may be rewritten: a CUDA graph that has captured its forward may write new values
                 into the mask's `offsets` and `runs` between replays. Nothing checks them, and
                 forms derived from the mask before are not updated: the transpose that backward
-                reads, copies on other devices.
+                reads, slices of rows, copies on other devices.
 
         Raises:
             BlockMaskError: naming the row, run or position that is wrong.

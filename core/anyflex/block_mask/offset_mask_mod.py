@@ -42,8 +42,13 @@ _LARGEST = 2**63 - 1
 def indices_read(traced: TracedMod | None, opaque: MaskMod | None) -> frozenset[str]:
     """Return the names of the indices that a mask mod may read."""
     if traced is not None:
-        return parse_graph(traced.text).inputs()
+        return _inputs(traced.text)
     return frozenset(_INPUTS if opaque is not None else ())
+
+
+@functools.lru_cache(maxsize=1024)
+def _inputs(text: str) -> frozenset[str]:
+    return parse_graph(text).inputs()
 
 
 def shifted_mod(traced: TracedMod, shifts: Shifts) -> TracedMod:

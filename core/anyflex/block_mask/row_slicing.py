@@ -93,7 +93,8 @@ def row_range(
     A block of it is FULL if all the blocks that its rows come from are, not visited if none of
     them is, else PARTIAL. Where every block's rows come from one block (`start` is a multiple of
     the block size, or one block is all there is) rows are copied on the device that they are on,
-    without waiting for it; else they are combined on the host.
+    without waiting for it; else they are combined on the host. Copied rows are kept until others
+    are asked for: steps of decoding in one block differ in the mask mod's number alone.
 
     Returns:
         (views, place): place [b, h, block of rows] of a block made of blocks that differ in kind,
@@ -108,30 +109,53 @@ def row_range(
     same_columns = kv_length == views.kv_length
     if same_columns and whole:
         sizes = (stop - start, kv_length, views.block_size)
-        taken = _copied_rows(host, host, first, end, sizes)
-        if views is host:
-            return taken, None
-        return _copied_rows(views, host, first, end, sizes).with_copy(taken), None
-    batch, heads, _ = host.shape
-    sources = unpack_rows(host.offsets[:, :, first : end + 1], host.runs)
+
+        def copied() -> MaskViews:
+            taken = _copied_rows(host, host, first, end, sizes)
+            if views is host:
+                return taken
+            return _copied_rows(views, host, first, end, sizes).with_copy(taken)
+
+        return views.newest("rows", (first, end, stop - start), copied), None
     columns = block_count(kv_length, views.block_size[1])
-    if not same_columns:
-        sources = cut(sources, columns)
-    place = None
+    lengths = (stop - start, kv_length)
     if not whole:
-        kinds = expand_rows(sources, batch * heads * (end - first), columns)
-        kinds = kinds.view(batch, heads, end - first, columns)
-        rows = block_count(stop - start, block)
-        # Each row of blocks lies over two, the last one perhaps over one alone.
-        upper, lower = kinds[:, :, :rows], kinds[:, :, 1 : rows + 1]
-        lower = torch.cat([lower, upper[:, :, lower.shape[2] :]], 2)
-        differ = (upper != lower).nonzero()
-        if differ.numel():
-            b, h, row, _ = differ[0].tolist()
-            place = (b, h, row)
-        grid = torch.where(upper == lower, upper, PARTIAL).flatten(0, 2)
-        sources = runs_of_grid(grid.to(torch.int8), 0)
-    made = packed_views(sources, (batch, heads), (stop - start, kv_length), views.block_size)
+        return _combined_rows(views, host, first, end, lengths)
+
+    def cut_off() -> MaskViews:
+        sources = cut(unpack_rows(host.offsets[:, :, first : end + 1], host.runs), columns)
+        made = packed_views(sources, host.shape[:2], lengths, views.block_size)
+        return made.on(views.device)
+
+    # A cache that grows inside of a block of keys changes the length alone.
+    kept = views.newest("cut rows", (first, end, stop - start, columns), cut_off)
+    return kept.with_kv_length(kv_length), None
+
+
+def _combined_rows(
+    views: MaskViews, host: MaskViews, first: int, end: int, lengths: tuple[int, int]
+) -> tuple[MaskViews, tuple[int, int, int] | None]:
+    """Return `row_range` of rows that begin inside of a block: each block of theirs is made of two
+    of rows first..end."""
+    batch, heads, _ = host.shape
+    columns = block_count(lengths[1], views.block_size[1])
+    sources = unpack_rows(host.offsets[:, :, first : end + 1], host.runs)
+    if lengths[1] != views.kv_length:
+        sources = cut(sources, columns)
+    kinds = expand_rows(sources, batch * heads * (end - first), columns)
+    kinds = kinds.view(batch, heads, end - first, columns)
+    rows = block_count(lengths[0], views.block_size[0])
+    # Each row of blocks lies over two, the last one perhaps over one alone.
+    upper, lower = kinds[:, :, :rows], kinds[:, :, 1 : rows + 1]
+    lower = torch.cat([lower, upper[:, :, lower.shape[2] :]], 2)
+    differ = (upper != lower).nonzero()
+    place = None
+    if differ.numel():
+        b, h, row, _ = differ[0].tolist()
+        place = (b, h, row)
+    grid = torch.where(upper == lower, upper, PARTIAL).flatten(0, 2)
+    runs = runs_of_grid(grid.to(torch.int8), 0)
+    made = packed_views(runs, (batch, heads), lengths, views.block_size)
     return made.on(views.device), place
 
 

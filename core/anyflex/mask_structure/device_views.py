@@ -143,6 +143,27 @@ class MaskViews:
         assert isinstance(found, kind)
         return found
 
+    def newest(self, name: object, key: object, make: Callable[[], MaskViews]) -> MaskViews:
+        """Return the views that `make` makes for this key; of those of one name only the newest
+        are kept."""
+        found = self._derived.get(name)
+        if isinstance(found, tuple) and found[0] == key:
+            kept: MaskViews = found[1]
+            return kept
+        made = make()
+        self._derived[name] = (key, made)
+        return made
+
+    def with_kv_length(self, kv_length: int) -> MaskViews:
+        """Return views of the same tensors for another length of as many columns of blocks."""
+        if kv_length == self.kv_length:
+            return self
+        longer = replace(self, kv_length=kv_length)
+        host = self.host
+        if host is None or host is self:
+            return longer
+        return longer.with_copy(replace(host, kv_length=kv_length))
+
     def with_copy(self, copy: MaskViews) -> MaskViews:
         """Return these views; from now on `copy` is what `on` gives for its device."""
         with self._lock:
