@@ -14,6 +14,7 @@ from anyflex.errors import ModIndexError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.tracing.trace import TracedMod, trace_mod
+from anyflex.tracing.trace_cache import traced
 from tests.soak import SOAK
 from tests.spellings.surroundings import (
     Pairs,
@@ -254,17 +255,48 @@ def test_a_call_with_rows_has_the_values_and_gradients_of_the_formula(
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_follows_the_shape_that_its_tensor_has() -> None:
+ON_TABLES: list[tuple[Any, Any]] = [
+    (
+        lambda score, b, h, q, k, t: score + (t[q] * t[k]).sum(-1),
+        lambda t, q, k: (t[q] * t[k]).sum(-1),
+    ),
+    (
+        lambda score, b, h, q, k, t: score + torch.dot(t[q], t[k]),
+        lambda t, q, k: (t[q] * t[k]).sum(-1),
+    ),
+    (
+        lambda score, b, h, q, k, t: score + torch.take(t, q * 3 + k % 3),
+        lambda t, q, k: t.view(-1)[q * 3 + k % 3],
+    ),
+    (
+        lambda score, b, h, q, k, t: score + torch.searchsorted(t[0], t[q][1]),
+        lambda t, q, k: (t[0] < t[q][..., 1:2]).sum(-1),
+    ),
+    (lambda score, b, h, q, k, t: (t[:2] == score).sum() + t[q].amax(), None),
+    (lambda score, b, h, q, k, t: score + torch.isin(k, t.long()) + len(t[q]), None),
+]
+
+
+@pytest.mark.parametrize(("mod", "bias"), ON_TABLES)
+def test_a_row_follows_the_shape_that_its_tensor_has(mod: Any, bias: Any) -> None:
+    q, k = torch.arange(6)[:, None], torch.arange(6)
     query = torch.randn(1, 1, 6, 8)
-    for width in (3, 5):
-        table = torch.randn(6, width)
+    kept = []
+    for width in (3, 5, 3):
+        table = torch.randn(6, width).sort(-1).values
 
-        def mod(score: Any, b: Any, h: Any, q: Any, k: Any, t: Tensor = table) -> Any:
-            return score + (t[q] * t[k]).sum(-1)
+        def of_table(score: Any, b: Any, h: Any, q: Any, k: Any, t: Tensor = table) -> Any:
+            return mod(score, b, h, q, k, t)
 
-        out = anyflex.flex_attention(query, query, query, mod, backend="reference")
-        weights = (query @ query.mT * 8**-0.5 + table @ table.mT).softmax(-1)
-        torch.testing.assert_close(out, weights @ query)
+        found = traced(of_table, "score", torch.float32, torch.device("cpu"))
+        kept.append((found.text, found.ints))
+        anew = trace_mod(of_table, "score")
+        assert kept[-1] == (anew.text, anew.ints)
+        if bias is not None:
+            out = anyflex.flex_attention(query, query, query, of_table, backend="reference")
+            weights = (query @ query.mT * 8**-0.5 + bias(table, q, k)).softmax(-1)
+            torch.testing.assert_close(out, weights @ query)
+    assert kept[0] != kept[1] and kept[0] == kept[2]
 
 
 def test_a_search_of_a_long_row_is_a_few_reads() -> None:

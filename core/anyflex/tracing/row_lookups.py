@@ -46,7 +46,7 @@ def take(t: Tracer, x: Any, index: Any) -> Any:
     if t.is_row(index) or not isinstance(x, Tensor) or isinstance(x, Symbol):
         refuse_function(torch.take, on_rows=True)
     places: list[Any] = []
-    for size in reversed(x.shape[1:]):
+    for size in reversed(t.sizes(x)[1:]):
         places.insert(0, arithmetic.OWN["mod"](t, index, size))
         index = arithmetic.OWN["floordiv"](t, index, size)
     return t.read(x, (index, *places))
@@ -120,7 +120,7 @@ def searchsorted(
     if isinstance(sorted_sequence, PartialRead):
         (length,) = sorted_sequence.shape_left()
     else:
-        length = sorted_sequence.shape[0]
+        (length,) = t.sizes(sorted_sequence)
 
     def each(t: Tracer, x: Any) -> Symbol:
         # The number of elements that don't pass: a bit each step, the highest first.

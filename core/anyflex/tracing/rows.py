@@ -93,7 +93,8 @@ class PartialRead(Traced):
 
     def shape_left(self) -> list[int]:
         """Sizes of the dimensions that have no index yet."""
-        return [self.tensor.shape[d] for d, entry in enumerate(self.entries) if entry is None]
+        sizes = self.tracer.sizes(self.tensor)
+        return [sizes[d] for d, entry in enumerate(self.entries) if entry is None]
 
     def part(self, item: slice) -> slice:
         for end in (item.start, item.stop, item.step):
@@ -261,7 +262,7 @@ def as_row(tracer: SymbolTracer, value: Any) -> Row:
     if isinstance(value, PartialRead):
         value = value.row()
     elif isinstance(value, Tensor) and tracer.is_row(value):
-        value = PartialRead(tracer, value, [None] * value.dim()).row()
+        value = PartialRead(tracer, value, [None] * tracer.rank(value)).row()
     if isinstance(value, Row):
         return value
     return Row(tracer, [], [tracer.symbol(value)], None)

@@ -98,6 +98,14 @@ class SymbolTracer(Protocol):
         """Append an operation many times."""
         ...
 
+    def rank(self, tensor: Tensor, /) -> int:
+        """Return a captured tensor's number of dimensions."""
+        ...
+
+    def sizes(self, tensor: Tensor, /) -> list[int]:
+        """Return a captured tensor's sizes, which the graph will depend on."""
+        ...
+
     def load_all(self, tensor: Tensor, arguments: list[str], /) -> list[Symbol]:
         """Append reads of a captured tensor at several places."""
         ...

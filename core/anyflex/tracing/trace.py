@@ -57,6 +57,7 @@ class TracedMod:
         names: the captured tensors' names in the user's function, "" where unknown.
         depends_on_facts: the mod asked for a captured tensor's shape or type, or made a new
             tensor from it: it must be traced again at each call.
+        depends_on_sizes: the graph holds for captured tensors of these sizes alone.
     """
 
     text: str
@@ -65,6 +66,7 @@ class TracedMod:
     floats: list[float]
     names: list[str]
     depends_on_facts: bool = False
+    depends_on_sizes: bool = False
 
 
 class TraceMode(TorchFunctionMode):
@@ -183,6 +185,7 @@ def trace_mod(
         tracer.floats,
         ["" if compiling else captured_name(function, tensor) for tensor in tracer.captured],
         tracer.read_facts,
+        tracer.read_sizes,
     )
 
 

@@ -27,7 +27,7 @@ from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.symbol import Symbol
-from anyflex.tracing.torch_functions import SPELLINGS
+from anyflex.tracing.torch_functions import ROW_FUNCTIONS, SPELLINGS
 from anyflex.tracing.trace import TracedMod, trace_mod
 
 __all__ = ["traced"]
@@ -47,10 +47,12 @@ _BUILTINS = frozenset(
 _ATTRIBUTES = frozenset(
     [
         *(function.__name__ for function in [*SPELLINGS, *FACTORIES]),
+        *ROW_FUNCTIONS,
         *vars(math),
         *(name for name in vars(Symbol) if not name.startswith("_")),
         *(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES),
-        *"nn functional special Tensor and_ or_ finfo iinfo pi inf nan promote_types".split(),
+        *"nn functional special linalg Tensor and_ or_ finfo iinfo pi inf nan".split(),
+        "promote_types",
     ]
 )
 """Attribute names that read nothing which can change between calls."""
@@ -205,9 +207,9 @@ class _Reader:
             raise _Uncacheable
 
 
-_entries: dict[tuple[Any, ...], tuple[TracedMod, list[int]]] = {}
-"""Key -> a trace without its tensors, and where these are among those that the reader finds anew
-at each call."""
+_entries: dict[tuple[Any, ...], tuple[TracedMod, list[int], list[torch.Size] | None]] = {}
+"""Key -> a trace without its tensors, where these are among those that the reader finds anew at
+each call, and the sizes that all of those must have, or None where they don't matter."""
 _lock = threading.Lock()
 free_in_child(sys.modules[__name__])
 
@@ -239,9 +241,10 @@ def traced(
     entry = _entries.get(key)
     tensors = reader.tensors
     if entry is not None:
-        kept, positions = entry
-        captured = list(map(tensors.__getitem__, positions))
-        return TracedMod(kept.text, captured, kept.ints, kept.floats, kept.names)
+        kept, positions, sizes = entry
+        if sizes is None or sizes == [tensor.shape for tensor in tensors]:
+            captured = list(map(tensors.__getitem__, positions))
+            return TracedMod(kept.text, captured, kept.ints, kept.floats, kept.names)
     trace = trace_mod(function, kind, score_dtype, device)
     positions = []
     for tensor in trace.captured:
@@ -253,5 +256,6 @@ def traced(
         with _lock:
             if len(_entries) >= CACHE_SIZE:
                 del _entries[next(iter(_entries))]
-            _entries[key] = (dataclasses.replace(trace, captured=[]), positions)
+            sizes = [tensor.shape for tensor in tensors] if trace.depends_on_sizes else None
+            _entries[key] = (dataclasses.replace(trace, captured=[]), positions, sizes)
     return trace

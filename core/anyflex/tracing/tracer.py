@@ -45,6 +45,8 @@ class Tracer:
         self.floats: list[float] = []
         # A mod that asks for a captured tensor's shape or type depends on more than its values.
         self.read_facts = False
+        # A mod that unrolls or searches a row of a captured tensor depends on its sizes.
+        self.read_sizes = False
         # The last refusal, which the mod, or torch, may have caught.
         self.refused: ModTraceError | None = None
         # Names a captured tensor for an error message; Dynamo can't look into frames for it.
@@ -191,6 +193,13 @@ class Tracer:
         rank = tensor.dim()
         self.read_facts = read_facts
         return rank
+
+    def sizes(self, tensor: Tensor) -> list[int]:
+        """A captured tensor's sizes, which the graph will depend on."""
+        read_facts = self.read_facts
+        sizes = [*tensor.shape]
+        self.read_facts, self.read_sizes = read_facts, True
+        return sizes
 
     def refuse_transform(self) -> None:
         """Raise ModTraceError inside of a transform: what it hands out is no captured tensor."""
