@@ -331,6 +331,12 @@ def test_the_option_takes_hoppers_kernels_away() -> None:
     assert "(not Hopper's kernel: its option hopper is False)" in said
 
 
+def test_dropout_is_the_portable_kernels() -> None:
+    launched, said = launches(*drawn(*[SHAPE] * 3), dropout_p=0.1)
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert "(not Hopper's kernel: it doesn't drop weights)" in said
+
+
 def test_boxes_are_of_whole_tensors_whatever_the_order_of_dimensions() -> None:
     tensor = torch.zeros(2, 100, 4, 64, dtype=torch.float16).transpose(1, 2)
     assert is_boxed(tensor)

@@ -52,3 +52,29 @@ def test_a_record_takes_all_its_fields_and_no_others(fields: tuple[str, ...]) ->
         TypeError, match=f"fields of Scaled: .*{'more' if len(fields) > 3 else 'COUNT'}"
     ):
         plain(**dict.fromkeys(fields, 1))
+
+
+@record
+class Shifted:
+    values: Any
+    shift: Any = None
+
+
+@triton.jit
+def shift_kernel(source, target, shift, SHIFTS: tl.constexpr):
+    places = tl.arange(0, 16)
+    values = tl.load(source + places)
+    shifted = Shifted(values=values, shift=shift) if SHIFTS else Shifted(values=values)
+    if shifted.shift is not None:
+        tl.store(target + places, shifted.values + shifted.shift)
+    else:
+        tl.store(target + places, shifted.values)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+def test_a_field_that_is_not_given_has_the_value_of_the_class(shifts: bool) -> None:
+    source = torch.arange(16, dtype=torch.float32)
+    target = torch.full_like(source, torch.nan)
+    shift_kernel[(1,)](source, target, 3.0, SHIFTS=shifts)
+    torch.testing.assert_close(target, source + 3 * shifts, rtol=0, atol=0)
+    assert Shifted.plain(values=1).shift is None  # type: ignore[attr-defined]

@@ -85,6 +85,8 @@ class CudaBackend(TritonBackend):
             reason = blackwell_refused() or reason
         if not given.overrides.get("hopper", True):
             reason = "its option hopper is False"
+        elif given.spec.dropout:
+            reason = "it doesn't drop weights"
         if reason is not None:
             return super().kernel(given._replace(note=f" (not {whose} kernel: {reason})"))
         if given.target == "blackwell":

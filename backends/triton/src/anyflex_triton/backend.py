@@ -64,7 +64,7 @@ class TritonBackend(Backend):
                 torch.float16, torch.bfloat16, torch.float32,
             }
         ),
-        known_fields=CONTRACT_1_FIELDS,
+        known_fields=CONTRACT_1_FIELDS | {"dropout"},
     )  # fmt: skip
     options: ClassVar[Mapping[str, Option]] = OPTIONS
 

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from anyflex_triton.column_parts import product_of_rows
 from anyflex_triton.dependent_launch import let_next_begin
+from anyflex_triton.dropout import kept_pairs
 from anyflex_triton.forward import final_scores, unit_of_scores
 from anyflex_triton.kernel_records import DeltaSources
 from anyflex_triton.operations import integer_shift, scaled
@@ -161,7 +162,7 @@ def gradient_of_scores(
     q, k, do, v, masked, inside, full, row_values, inputs, mods, gradients,
     PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr, CAREFUL: tl.constexpr,
 ):
-    """Return the weights, and the gradient of q k^T, both 0 at dead pairs.
+    """Return the weights after dropout, and the gradient of q k^T, both 0 at dead pairs.
 
     Tiles are [M, N], or [N, M] where TRANSPOSED; all indices and row values have shapes for that.
 
@@ -184,6 +185,9 @@ def gradient_of_scores(
         dweights = product_of_rows(v, do, PRECISION)
     else:
         dweights = product_of_rows(do, v, PRECISION)
+    if inputs.dropout is not None:
+        kept = kept_pairs(inputs.dropout, inputs.kv_idx)
+        dweights = tl.where(kept, dweights * inputs.dropout.scale, 0.0)
     lse2 = row_values.lse2
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     if CAREFUL:
@@ -216,4 +220,6 @@ def gradient_of_scores(
         if masked is not None:
             # The mod's derivative may be anything at dead pairs.
             grad = tl.where(scores != float("-inf"), grad, 0.0)
+    if inputs.dropout is not None:
+        weights = tl.where(kept, weights * inputs.dropout.scale, 0.0)
     return weights, grad

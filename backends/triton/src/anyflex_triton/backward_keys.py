@@ -23,6 +23,7 @@ from anyflex_triton.column_parts import (
     zeros_of_parts,
 )
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
+from anyflex_triton.dropout import of_rows, with_seed
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods, RowLayouts, RowValues
 from anyflex_triton.records import record
@@ -124,6 +125,9 @@ def add_to_keys(
     inside = (rows < end)[None, :] if BOUND else None
     if mods.READ is not None:
         tables = mods.READ(inputs.b, inputs.h, q_idx, tables, mods.ints, mods.floats)
+    dropped = None
+    if inputs.dropout is not None:
+        dropped = of_rows(inputs.dropout, inputs.b, inputs.h, q_idx[None, :])
     weights, grad = gradient_of_scores(
         q, k, do, v, masked, inside, full,
         RowValues(
@@ -132,6 +136,7 @@ def add_to_keys(
         ),
         ModInputs(
             b=inputs.b, h=inputs.h, q_idx=q_idx[None, :], kv_idx=inputs.kv_idx, tables=tables,
+            dropout=dropped,
         ),
         mods, gradients, queries.PRECISION, True, CAREFUL,
     )
@@ -152,9 +157,9 @@ def add_to_keys(
 def key_kernel(
     query, key, value, dout, row_values, query_rows, dout_rows, values_by_row, dk, dv, key_sums,
     offsets, ends, runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    mask_strides, tables, ints, floats, shifts, scale, batch, heads, values_of_head, values_in_all,
-    kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group, head_splits, split_heads,
-    READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    mask_strides, tables, ints, floats, shifts, scale, dropout, batch, heads, values_of_head,
+    values_in_all, kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group, head_splits,
+    split_heads, READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -206,6 +211,9 @@ def key_kernel(
     gradients = ModGradients(
         totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
     )
+    dropped = None
+    if dropout is not None:
+        dropped = with_seed(dropout)
     dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
     dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
     rows_of_tile = tl.arange(0, BLOCK_M)
@@ -239,7 +247,9 @@ def key_kernel(
             tensor=row_values, first=(b * heads + h).to(tl.int64) * values_of_head,
             values_in_all=values_in_all, DESCRIBED=DESCRIBED,
         )
-        inputs = ModInputs(b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read)
+        inputs = ModInputs(
+            b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read, dropout=dropped,
+        )
         run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
 
         others = 0
@@ -302,7 +312,9 @@ def key_kernel(
                 tensor=values_by_row, first=(b * heads + h).to(tl.int64) * values_of_head,
                 values_in_all=values_in_all, DESCRIBED=None,
             )
-            inputs = ModInputs(b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read)
+            inputs = ModInputs(
+                b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read, dropout=dropped,
+            )
             run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
             for r in range(run, last_run):
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)

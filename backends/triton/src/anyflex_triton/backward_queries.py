@@ -16,6 +16,7 @@ from anyflex_triton.column_parts import (
     zeros_of_parts,
 )
 from anyflex_triton.dependent_launch import await_earlier
+from anyflex_triton.dropout import of_rows, with_seed
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods, RowLayouts, RowValues
 from anyflex_triton.tiles import (
@@ -68,6 +69,7 @@ def add_to_queries(
         ),
         ModInputs(
             b=inputs.b, h=inputs.h, q_idx=inputs.q_idx, kv_idx=kv_idx[None, :], tables=tables,
+            dropout=inputs.dropout,
         ),
         mods, gradients, keys.PRECISION, False, CAREFUL,
     )
@@ -83,8 +85,9 @@ def add_to_queries(
 def query_kernel(
     query, key, value, dout, row_values, key_rows, value_rows, dq, offsets, ends, runs, q_strides,
     k_strides, v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, shifts,
-    totals, scale, batch_heads, heads, values_of_head, values_in_all, q_length, kv_length, tiles,
-    head_group, READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    totals, scale, dropout, batch_heads, heads, values_of_head, values_in_all, q_length, kv_length,
+    tiles, head_group,
+    READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
@@ -132,7 +135,12 @@ def query_kernel(
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
     if READ_ROWS is not None:
         tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
-    inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=tables)
+    dropped = None
+    if dropout is not None:
+        dropped = of_rows(with_seed(dropout), mod_b, mod_h, q_idx)
+    inputs = ModInputs(
+        b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=tables, dropout=dropped,
+    )
     mods = Mods(
         ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_COLUMNS,
         SCORE_MOD=SCORE_MOD, MASK_MOD=MASK_MOD,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
+from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts, RowResults
 from anyflex_triton.tiles import (
@@ -66,9 +67,10 @@ def weights_of_step(scores, row_max, row_sum, nans, unit):
 @triton.jit
 def decode_kernel(
     query, key, value, partial_out, offsets, ends, runs, q_strides, k_strides, v_strides,
-    mask_strides, tables, ints, floats, shifts, scale, sums_at, heads, q_length, kv_length,
-    splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
-    KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr,
+    mask_strides, tables, ints, floats, shifts, scale, dropout, sums_at, heads, q_length,
+    kv_length, splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
+    KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,6 +126,9 @@ def decode_kernel(
         MASK_MOD=MASK_MOD,
     )
     columns = tl.arange(0, BLOCK_N)
+    dropped = None
+    if dropout is not None:
+        dropped = of_rows(with_seed(dropout), inputs.b, inputs.h, inputs.q_idx)
 
     unit = unit_of_scores(scale, SCORE_MOD)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -142,6 +147,9 @@ def decode_kernel(
         else:
             begin = split_begin
             steps = tl.maximum(split_end - split_begin, 0) // BLOCK_N
+        if dropout is not None:
+            # The other loop looks for non-finite values, which may be dropped.
+            steps = 0
         for step in range(steps):
             first = begin + step * BLOCK_N
             places = first + columns
@@ -159,10 +167,13 @@ def decode_kernel(
         if HAS_MASK:
             begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end, True)
             begin = tl.maximum(begin, split_begin)
-            whole = tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
-            begin = tl.where(full, begin + whole, begin)
+            if dropout is None:
+                whole = tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+                begin = tl.where(full, begin + whole, begin)
         else:
-            begin = split_begin + tl.maximum(split_end - split_begin, 0) // BLOCK_N * BLOCK_N
+            begin = split_begin
+            if dropout is None:
+                begin += tl.maximum(split_end - split_begin, 0) // BLOCK_N * BLOCK_N
             end = split_end
             full = True
         for first in range(begin, end, BLOCK_N):
@@ -181,6 +192,10 @@ def decode_kernel(
             weights, alpha, row_max, row_sum, nans = weights_of_step(
                 scores, row_max, row_sum, nans, unit,
             )
+            if dropout is not None:
+                kept = kept_pairs(dropped, kv_idx)
+                weights = tl.where(kept, weights, 0.0)
+                live = live & kept
             acc = tl.dot(
                 weights.to(v.dtype), without_nonfinite(v), acc * alpha[:, None],
                 input_precision=PRECISION,
@@ -195,6 +210,8 @@ def decode_kernel(
     tl.store(partial_sums + at * 3 + 1, row_sum, mask=inside)
     tl.store(partial_sums + at * 3 + 2, nans.to(tl.float32), mask=inside)
     value_dims = tl.arange(0, DV)
+    if dropout is not None:
+        acc *= dropout[3]
     tl.store(
         partial_out + at[:, None] * VALUE_DIM + value_dims[None, :],
         acc,

@@ -19,6 +19,7 @@ from anyflex_triton.column_parts import (
     scaled_rows,
     zeros_of_parts,
 )
+from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts
 from anyflex_triton.records import record
 from anyflex_triton.tiles import (
@@ -222,6 +223,8 @@ def forward_step(
     weights = tl.exp2(scores * unit - shift[:, None])
     alpha = tl.exp2(softmax.base - shift)
     row_sum = added_to_rows(softmax.row_sum, weights, alpha, PARTS)
+    if inputs.dropout is not None:
+        weights = tl.where(kept_pairs(inputs.dropout, kv_idx[None, :]), weights, 0.0)
     made = StepWeights(weights=weights, alpha=alpha)
     if not OVERLAP:
         acc = add_values(acc, made, values, first, columns, end, BOUND)
@@ -261,8 +264,14 @@ def careful_step(
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(mods.scale, mods.SCORE_MOD))
     row_sum += tl.sum(weights, 1)
+    if inputs.dropout is not None:
+        kept = kept_pairs(inputs.dropout, kv_idx[None, :])
+        weights = tl.where(kept, weights, 0.0)
     acc = tl.dot(weights.to(v.dtype), without_nonfinite(v), acc, input_precision=values.PRECISION)
-    acc += nonfinite_sum(scores != float("-inf"), v)
+    seen = scores != float("-inf")
+    if inputs.dropout is not None:
+        seen = seen & kept
+    acc += nonfinite_sum(seen, v)
     return acc, tl.maximum(highest, tl.max(scores, 1)), row_sum
 
 
@@ -273,10 +282,12 @@ def is_dead(row_max, row_sum):
 
 
 @triton.jit
-def divided(acc, row_max, row_sum):
+def divided(acc, row_max, row_sum, dropout):
     """Return a softmax's values; 0 in dead rows."""
     dead = is_dead(row_max, row_sum)
     acc = acc / tl.where(dead, 1.0, row_sum)[:, None]
+    if dropout is not None:
+        acc *= dropout.scale
     return tl.where(dead[:, None], 0.0, acc)
 
 
@@ -290,7 +301,7 @@ def rounding_of(values, dtype):
 def forward_kernel(
     query, key, value, key_rows, value_rows, out, rest, tops, lse, max_scores, offsets, ends, runs,
     q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
-    shifts, scale, batch_heads, heads, q_length, kv_length, tiles, head_group,
+    shifts, scale, dropout, batch_heads, heads, q_length, kv_length, tiles, head_group,
     READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -330,7 +341,12 @@ def forward_kernel(
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
     if READ_ROWS is not None:
         tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
-    inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=tables)
+    dropped = None
+    if dropout is not None:
+        dropped = of_rows(with_seed(dropout), mod_b, mod_h, q_idx)
+    inputs = ModInputs(
+        b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=tables, dropout=dropped,
+    )
     mods = Mods(
         ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_COLUMNS,
         SCORE_MOD=SCORE_MOD, MASK_MOD=MASK_MOD,
@@ -422,7 +438,7 @@ def forward_kernel(
     r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
     exact = tl.where(is_inexact, 0, there)
     for i in tl.static_range(len(acc)):
-        found = divided(acc[i], row_max, row_sum)
+        found = divided(acc[i], row_max, row_sum, inputs.dropout)
         store_rows(
             o_base, o_strides, of_tile, exact, found, VALUE_DIM, DV, UNITS[3], WIDE, i * DV,
         )
@@ -456,7 +472,7 @@ def forward_kernel(
                         place + few, run_end, kv_length, part_columns, run_full,
                     )
             row_max = highest
-            part_values = divided(part, row_max, row_sum)
+            part_values = divided(part, row_max, row_sum, inputs.dropout)
             store_part(
                 o_base, o_strides, of_tile, there, part_columns, part_values, VALUE_DIM, UNITS[3],
                 WIDE,

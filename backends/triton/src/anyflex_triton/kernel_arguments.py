@@ -102,6 +102,8 @@ ARGUMENTS = (
     Arguments(("totals",), GIVEN, "accumulators of captured tensors' gradients"),
     Arguments(("shifts",), ("i32",) * 4, "numbers added to b, h, q_idx, kv_idx for mods"),
     Arguments(("scale",), "fp32", "factor of raw products"),
+    Arguments(("dropout",), ("i32", "i32", "i32", "fp32"),
+              "two words of the seed, threshold, scale: see `dropout.Dropout`; or None"),
     Arguments(("READ_ROWS", "READ_COLUMNS"), None,
               "early reads, or None; with them SCORE_MOD and MASK_MOD are the functions of read"),
     Arguments(("SCORE_MOD", "SCORE_MOD_BACKWARD", "CAPTURED_GRADIENTS", "MASK_MOD"), None,

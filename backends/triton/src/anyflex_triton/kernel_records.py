@@ -98,6 +98,8 @@ class ModInputs:
     Attributes:
         q_idx, kv_idx: they broadcast to the tile; None for the side that the loop steps over.
         tables: the captured tensors, or the values that were read from them early.
+        dropout: `Dropout` of the tile's rows, or with the seed where the loop steps over rows; or
+            None.
     """
 
     b: Any
@@ -105,6 +107,7 @@ class ModInputs:
     q_idx: Any
     kv_idx: Any
     tables: Any
+    dropout: Any = None
 
 
 @record

@@ -254,6 +254,8 @@ class Programs:
             "WIDE": spec.index_width == 64,
             "PRECISION": "tf32" if self.in_tf32 else "ieee",
         }
+        if not spec.dropout:
+            self.constants["dropout"] = None
         self._traits = Traits(
             max(spec.head_dim, spec.value_head_dim),
             spec.dtype.itemsize,
@@ -558,6 +560,11 @@ class Programs:
             "shifts": call.index_offsets,
             "scale": call.scale,
         }
+        if call.dropout is not None:
+            words = (*call.dropout.words, call.dropout.threshold)
+            # Triton's unsigned arguments are no different, and its interpreter has none.
+            signed = (word - (word >> 31 << 32) for word in words)
+            values["dropout"] = (*signed, call.dropout.scale)
         if rows is None:
             values["offsets"] = values["ends"] = values["runs"] = call.query
             values["mask_strides"] = (0, 0)

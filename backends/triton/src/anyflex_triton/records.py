@@ -36,6 +36,8 @@ def record(cls: C) -> C:
     record is immutable; to change a field, construct another one. It has no methods: Triton's
     interpreter doesn't bind them.
 
+    A field that is assigned in the class has that value where it isn't given.
+
     A constant must not change in a loop: Triton silently drops such a change in the loop's body.
 
     The order of fields and their annotations have no meaning, because up to Triton 3.7 neither is
@@ -45,8 +47,10 @@ def record(cls: C) -> C:
         plain: the undecorated class, for running kernels without Triton.
     """
     names = tuple(cls.__annotations__)
+    defaults = {name: vars(cls)[name] for name in names if name in vars(cls)}
 
     def fill(self: Any, values: dict[str, Any]) -> None:
+        values = {**defaults, **values}
         if values.keys() != set(names):
             raise TypeError(f"fields of {cls.__name__}: {sorted(values.keys() ^ set(names))}")
         for name in names:
@@ -56,7 +60,8 @@ def record(cls: C) -> C:
         fill(self, values)
 
     def init(self: Any, **values: Any) -> None:
-        fill(self, {name: _held(value) for name, value in values.items()})
+        given = {**defaults, **values}
+        fill(self, {name: _held(value) for name, value in given.items()})
 
     plain: Any = cls
     plain.__init__ = plain_init
