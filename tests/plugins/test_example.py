@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from anyflex.plugin import DTYPES, OPERATIONS
 from tests.plugins.installed import EXAMPLE, run_tests
 from tests.soak import only_in_soak
+from tests.testing.faults.fault import example
 
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 FILES = sorted([*EXAMPLE.glob("src/**/*.py"), *EXAMPLE.glob("tests/*.py")])
+
+
+def test_it_declares_every_operation_and_type(tmp_path: Path) -> None:
+    with example(tmp_path) as backend:
+        assert backend.capabilities.operations == frozenset(OPERATIONS)
+        assert backend.capabilities.node_dtypes == frozenset(DTYPES.values())
 
 
 def test_its_own_tests_pass(tmp_path: Path) -> None:

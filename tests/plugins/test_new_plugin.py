@@ -48,6 +48,25 @@ def test_its_tests_pass_as_they_are(
     )
 
 
+def test_its_tests_follow_a_smaller_declaration(tmp_path: Path) -> None:
+    plugin = written(tmp_path, "little", "--device", "cpu", "--variant", "little")
+    file = plugin / "src" / "anyflex_little" / "backend.py"
+    text = file.read_text(encoding="utf-8")
+    for declared, smaller in (
+        ("torch.float16, torch.bfloat16, torch.float32, torch.float64", "torch.float32"),
+        ('"v", "captured", "lse"', '"v"'),
+        ("TORCH.operations()", 'TORCH.operations() - {"tanh", "mod"}'),
+        ("choices=(16, 32, 64, 128, 256, 512)", "choices=(32, 128)"),
+    ):
+        assert text.count(declared) == 1
+        text = text.replace(declared, smaller)
+    file.write_text(text, encoding="utf-8")
+    chosen = "not TestConformance and not computes"
+    printed = run_tests(plugin, tmp_path / "environment", "-k", chosen)
+    assert "operation tanh in a mod is not supported" in printed
+    assert re.search(r"1[0-9] passed, [45] skipped", printed), printed
+
+
 def test_nothing_of_the_example_s_name_is_left(tmp_path: Path) -> None:
     plugin = written(tmp_path, "warp", "--device", "cpu", "--variant", "w")
     parts = [path for path in plugin.rglob("*") if path.is_file()]

@@ -7,5 +7,5 @@ from anyflex.testing import Conformance
 
 class TestConformance(Conformance):
     backend = "cpu.example"
-    require = ("all",)
+    require = ("forward", "backward", "decode")
     quick = True
