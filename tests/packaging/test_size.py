@@ -9,13 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = {
     "gradients of few KV heads by many programs": 390,
-    "block masks built inside of compiled and exported programs": 480,
     "torch's masks and mods as they are: index lists, slices, rows of captured tensors": 1_020,
     "block masks built inside of compiled and exported programs; slices of a step": 540,
     "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
     "what authors of backends declare and read: node_dtypes, doctor on decoding": 130,
-    "attention dropout: one mask of all backends, forward and backward; its cases": 620,
     "an attention implementation for Hugging Face transformers": 830,
     "attention dropout: one mask of all backends, forward and backward; its cases": 775,
 }
