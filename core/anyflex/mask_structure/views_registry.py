@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 import threading
 from weakref import WeakValueDictionary
 
@@ -65,16 +66,8 @@ Evicts the longest unused; a mask whose views are gone is compared and checked a
 
 _marked: dict[tuple[int, ...], MaskViews] = {}
 
-
-class _Guard:
-    """The lock of `_marked`."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-
-_guard = _Guard()
-free_in_child(_guard, "lock")
+_lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 
 
 def marked(views: MaskViews) -> tuple[MaskViews, Tensor]:
@@ -93,7 +86,7 @@ def marked(views: MaskViews) -> tuple[MaskViews, Tensor]:
     number = digest.digest()
     halves = (number[:8], number[8:])
     key = tuple(int.from_bytes(half, "little", signed=True) for half in halves)
-    with _guard.lock:
+    with _lock:
         views = _marked.pop(key, views)
         _marked[key] = views
         while len(_marked) > _MARKED:
@@ -106,7 +99,7 @@ def find_marked(
 ) -> MaskViews | None:
     """Return the views that have this mark, on the CPU, or None if they are gone or don't fit."""
     key = tuple(mark.tolist())
-    with _guard.lock:
+    with _lock:
         views = _marked.pop(key, None)
         if views is None:
             return None
