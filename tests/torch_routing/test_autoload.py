@@ -149,11 +149,11 @@ def test_no_warm_cache_of_inductor_confuses_the_two(installed: Path, tmp_path: P
 import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
-query = torch.linspace(-1, 1, 256).reshape(1, 1, 16, 16)
-call = torch.compile(lambda q: flex_attention(q, q, q, lambda s, b, h, i, j: s * 2) + 1)
-call(query)
+inputs = torch.linspace(-1, 1, 3 * 2048).reshape(3, 1, 1, 128, 16).unbind(0)
+call = torch.compile(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s * 2))
+call(*inputs)
 with torch.profiler.profile() as profile:
-    call(query)
+    call(*inputs)
 names = {event.key for event in profile.key_averages()}
 print("anyflex::flex_attention" in names, counters["inductor"]["fxgraph_cache_hit"])
 """
