@@ -69,6 +69,7 @@ torch.take(w, k) + w2.take(q * 16 + k)
 w2[q].take(k)
 w.index_select(0, k).sum() + w2.index_select(0, q)[0, 3]
 F.embedding(k, w2)[q] + F.embedding(q, p).sum(-1)
+w2[q][ids[k]].sum() + w[ids[q]].mean() + w2[k, ids[q]][1]
 w2[q].select(0, 3) + w2[..., k].select(0, q)
 torch.stack([s, s + 1, s + 2])[k % 3]
 p[k] @ v[:3] * s

@@ -65,6 +65,12 @@ class PartialRead(Traced):
                 f"{self.tracer.describe(self.tensor)} (rank {len(self.entries)})",
                 "Give one index a dimension.",
             )
+        rows = [d for d, item in enumerate(items) if self.tracer.is_row(item)]
+        if len(rows) == 1 and given == len(free):  # an element for each of the row's indices
+            before, after = items[: rows[0]], items[rows[0] + 1 :]
+            return self.tracer.over_rows(
+                lambda t, each: self[(*before, each, *after)], (items[rows[0]],), {}
+            )
         entries = list(self.entries)
         # Indices of the row that the other indices leave.
         parts: list[Any] = []
