@@ -69,7 +69,7 @@ class PartialRead(Traced):
         if len(rows) == 1 and given == len(free):  # an element for each of the row's indices
             before, after = items[: rows[0]], items[rows[0] + 1 :]
             return self.tracer.over_rows(
-                lambda t, each: self[(*before, each, *after)], (items[rows[0]],), {}
+                lambda t, each: self.__getitem__((*before, each, *after)), (items[rows[0]],), {}
             )
         entries = list(self.entries)
         # Indices of the row that the other indices leave.
