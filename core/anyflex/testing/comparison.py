@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,9 +71,7 @@ def by_backend(
         tensor.requires_grad_(letter in case.gradients)
     mod = _moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
     more: dict[str, Any] = {"dropout_p": case.dropout_p} if case.dropout_p else {}
-    # The CPU's generator alone: `torch.manual_seed` would seed the others for good.
-    with products_in(case.products), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(case.seed)
+    with products_in(case.products), _seeded(case):
         out, aux = attention(
             query,
             key,
@@ -96,6 +95,19 @@ def by_backend(
             grads = gradients(forward, inputs, dout, dlse, missing_is_zero=False)
     named = Results(forward, grads).named()
     return {name: named[name] for name in named.keys() - ({"lse", "max_scores"} - case.aux)}
+
+
+@contextmanager
+def _seeded(case: AttentionCase) -> Iterator[None]:
+    """Seed the CPU's generator in the body of a case with dropout. The other cases see the
+    process's own, which no call may change."""
+    if not case.dropout_p:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        # Not `torch.manual_seed`, which would seed the devices' generators for good.
+        torch.default_generator.manual_seed(case.seed)
+        yield
 
 
 def _moved(mod: Mod, device: torch.device, case: AttentionCase) -> Mod:
