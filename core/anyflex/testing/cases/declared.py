@@ -109,12 +109,11 @@ def _computed_in(dtype: torch.dtype) -> Any:
 
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if dtype is torch.bool:
-            added = (k % 3).to(dtype)
-        elif dtype.is_floating_point:
-            added = (k % 3).to(dtype) * 0.5
-        else:
-            added = (k * 2000).to(dtype) * (k * 2000 + 1).to(dtype) % 3
-        return s + added.to(s.dtype)
+            return s + (k > 20).to(s.dtype)
+        if dtype.is_floating_point:
+            return s + ((k > 20).to(dtype) * 0.5).to(s.dtype)
+        product = (k * 2000).to(dtype) * (k * 2000 + 1).to(dtype)
+        return s + (product > 100).to(s.dtype)
 
     return lambda: mod
 
@@ -125,7 +124,7 @@ def node_dtypes(session: Session) -> None:
     can = session.backend.capabilities
     session.needs("score_graph" in can.known_fields, "score mods aren't declared")
     session.needs(
-        can.operations >= {"input", "const", "cast", "add", "mul", "mod"}
+        can.operations >= {"input", "const", "number", "cast", "add", "mul", "gt"}
         and torch.int64 in can.node_dtypes,
         "arithmetic with indices isn't declared",
     )
