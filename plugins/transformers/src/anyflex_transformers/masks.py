@@ -63,8 +63,10 @@ def mask(
         # A cache increments its tensor in place, before the function is called.
         q_offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
         function = _of_rows(mask_function, padding, q_offset, kv_offset)
-        built = anyflex.create_block_mask(function, batch_size, None, q_length, kv_length, device)
-        return Carrier(built, (batch_size, 1, q_length, kv_length))
+        in_graph = anyflex.create_block_mask(
+            function, batch_size, None, q_length, kv_length, device
+        )
+        return Carrier(in_graph, (batch_size, 1, q_length, kv_length))
     first = int(q_offset)
     if padding is None and mask_function is masking_utils.causal_mask_function:
         return causal_mask(batch_size, q_length, kv_length, first - kv_offset, device)
