@@ -91,6 +91,7 @@ def test_what_transformers_does_with_a_mask_it_may() -> None:
     assert mask.shape == (2, 1, 5, 7) and mask.ndim == 4 and not mask.requires_grad
     assert not hasattr(mask, "dtype")
     assert mask.to("cpu").own is not None and mask.to(device="cpu", non_blocking=True)
+    assert mask.contiguous() is mask
     rows = mask[:, :, -2:, :]
     assert isinstance(rows, Carrier) and rows.shape == (2, 1, 2, 7)
     dense = anyflex.create_mask(causal_mask(1, 5, 7).function, 1, 1, 5, 7)[:, :, -2:]

@@ -58,6 +58,10 @@ class Carrier(TorchBlockMask):
             _refuse(f".to{arguments}")
         return self if device is None else Carrier(self.own.to(device), self.shape)
 
+    def contiguous(self) -> Carrier:
+        """Return the mask itself. Some versions' generate() calls it on any mask."""
+        return self
+
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(f".{name}")
 
