@@ -116,8 +116,9 @@ class BlockStructure:
             if not isinstance(value, int) or not 0 <= value < size:
                 raise BlockMaskError(f"{name} must be in 0..{size - 1}, got {value!r}")
         with open(path, "wb") as file:
-            last = (size - 1 for size in self.offsets.shape)
-            file.write(picture.png(self.views(), min(batch, next(last)), min(head, next(last))))
+            # Places that share one stored structure share its picture.
+            batches, heads = self.offsets.shape[:2]
+            file.write(picture.png(self.views(), min(batch, batches - 1), min(head, heads - 1)))
 
     def _repr_png_(self) -> bytes | None:
         """The picture of the first batch entry and head, for notebooks."""
