@@ -26,7 +26,7 @@ class TestInInterpreter(Conformance):
     backend = "cuda.triton"
     backend_class = Interpreted
     device = "cpu"
-    quick = True
+    quick = not SOAK
     expected = "expected_interpreter.txt"
     cases = (
         ()
