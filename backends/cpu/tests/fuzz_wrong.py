@@ -20,6 +20,7 @@ from anyflex import (
     ModIndexError,
     ModTraceError,
     PluginError,
+    TensorFormError,
 )
 
 __all__ = ["WRONGS", "Wrong", "attempt", "is_refusal"]
@@ -75,7 +76,7 @@ def some_input(draw: random.Random) -> str:
     return draw.choice(["query", "key", "value"])
 
 
-@refused_with(ArgumentError)
+@refused_with(ArgumentError, TensorFormError)
 def of_rank(draw: random.Random, a: Arguments) -> None:
     name = some_input(draw)
     a[name] = draw.choice(
@@ -83,7 +84,7 @@ def of_rank(draw: random.Random, a: Arguments) -> None:
     )
 
 
-@refused_with(ArgumentError, ArgumentTypeError)
+@refused_with(ArgumentError, ArgumentTypeError, TensorFormError)
 def of_head_dim(draw: random.Random, a: Arguments) -> None:
     name = draw.choice(["query", "key"])
     a[name] = torch.zeros(*a[name].shape[:3], a[name].shape[3] + draw.choice([1, 15]))
@@ -118,7 +119,7 @@ def groups_unasked(draw: random.Random, a: Arguments) -> None:
     a["enable_gqa"] = False
 
 
-@refused_with(ArgumentTypeError)
+@refused_with(ArgumentTypeError, TensorFormError)
 def of_dtype(draw: random.Random, a: Arguments) -> None:
     name = some_input(draw)
     others = [torch.float64, torch.int64, torch.int32, torch.bool, torch.complex64, torch.uint8]
@@ -151,7 +152,7 @@ def no_tensor(draw: random.Random, a: Arguments) -> None:
     a[name] = draw.choice([None, 3, "query", a[name].detach().float().tolist(), object()])
 
 
-@refused_with(ArgumentTypeError)
+@refused_with(TensorFormError)
 def sparse(draw: random.Random, a: Arguments) -> None:
     name = some_input(draw)
     a[name] = a[name].detach().to_sparse()
