@@ -112,7 +112,7 @@ class Paths:
         found = []
         for wanted in (0b111, 0b110):
             other = changed(p, kv_length=keys, threads=1, wanted=wanted)
-            found.append(self._library.backward_workspace(ctypes.addressof(other), 0))
+            found.append(self._library.backward_workspace(ctypes.addressof(other), 0, 0))
         return found[0] - found[1]
 
 

@@ -60,7 +60,9 @@ def test_backward_keeps_to_the_formula(level: str) -> None:
     for _ in range(DRAWN):
         asked, learned = drawn(draw, level), draw.choice([0, 0, 32, 10**6])
         asked.problem.wanted = wanted = draw.choice([7, 7, 7, 1, 6])
-        found, formula = asked.backward(learned), asked.backward_formula(learned)
+        owned = draw.choice([0, learned // 2, learned])
+        asked.problem.captured_owner = draw.choice([0, 1, 2, 3])
+        found, formula = asked.backward(learned, owned), asked.backward_formula(learned, owned)
         assert 0 <= found <= formula, vars(asked) | {"learned": learned, "wanted": wanted}
         if formula > 16 * MIB and wanted & 1:
             assert found >= formula / 4, vars(asked) | {"learned": learned}

@@ -80,8 +80,9 @@ class Asked:
     def forward(self) -> int:
         return library.load().forward_workspace(ctypes.addressof(self.problem))
 
-    def backward(self, learned: int) -> int:
-        return library.load().backward_workspace(ctypes.addressof(self.problem), learned)
+    def backward(self, learned: int, owned: int = 0) -> int:
+        at = ctypes.addressof(self.problem)
+        return library.load().backward_workspace(at, learned, owned)
 
     def has_whole_tiles(self) -> bool:
         """Whether tiles are full: the formula counts a thread's tile with 128 queries, or 32 rows
@@ -129,7 +130,7 @@ class Asked:
         row = 4608 + 8 * self.dim + 8 * self.value_dim
         return records + self.threads * rows * row + self.threads * self.scratch
 
-    def backward_formula(self, learned: int) -> int:
+    def backward_formula(self, learned: int, owned: int = 0) -> int:
         kv_heads = self.kv_batch * self.kv_heads
         tiles = self.batch * self.heads // kv_heads * over(self.length, 128)
         wide = self.tiles and self.width == 2 and self.dim + self.value_dim >= 192
@@ -146,8 +147,15 @@ class Asked:
         dims = 512 * (self.dim + self.value_dim)
         unit = tiles * (dims + 2112 + parts * (512 * self.dim + 1))
         tile = (1536 * (self.dim + self.value_dim) + 256 * KIB) * keys // 128 + self.scratch
-        partials = 0
-        if learned:
-            partials = max(min(16, flight * parts, GIB // (8 * learned)), 1)
+        owner = self.problem.captured_owner
+        by_batch, by_head = self.kv_batch == 1 or owner & 1, self.kv_heads == 1 or owner & 2
+        groups = self.kv_batch if by_batch else self.kv_heads if by_head else 1
+        if by_batch and by_head:
+            groups = flight * parts
+        if groups < (4 if owned > 1 << 18 else 16):
+            owned = 0
+        others = learned - owned
+        partials = max(min(16, flight * parts, GIB // (8 * max(others, 1))), 1)
+        captured = 8 * (others * partials + owned)
         lists = 8 * kv_tiles + 48 * flight * (parts + 1)
-        return flight * unit + self.threads * tile + 8 * learned * partials + lists + KIB
+        return flight * unit + self.threads * tile + captured + lists + KIB

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of a struct below; the Python side refuses another number.
-#define AF_ABI 4
+#define AF_ABI 5
 
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
 
@@ -137,6 +137,9 @@ typedef struct {
     // 1 where key and value have batch 1 (their batch stride is 0): forward packs them once for
     // all batches, dk and dv are sums.
     int32_t kv_batch_is_shared;
+    // Backward only: what every read of the owned captured tensors (af_backward_args) is indexed
+    // by, beside kv: bits 1 b, 2 h.
+    int32_t captured_owner;
     // Dropout (native/src/dropout.h): pairs whose random bits are below the threshold are dropped,
     // none where it is 0. The scale is the factor of the others' weights.
     uint32_t dropout_words[2];
@@ -154,6 +157,8 @@ typedef struct {
     int64_t workspace_bytes;
 } af_forward_args;
 
+enum { AF_GRAD_DOUBLE = 1, AF_GRAD_OWNED = 2 };
+
 typedef struct {
     af_problem problem;
     af_tensor out;         // as forward left it, or, if unrounded_out is given, not read
@@ -166,10 +171,11 @@ typedef struct {
     // problem.kv_batch_is_shared, dk and dv hold one batch, summed over all, and their batch
     // stride is 0; where key and value are expanded to `batch` it is not.
     af_tensor dq, dk, dv;
-    // One a captured tensor, or NULL: dense accumulators, added to. `captured_grad_f64[i]` says
-    // which are double; the others are float.
+    // One a captured tensor, or NULL: dense accumulators, added to. A kind is a sum of
+    // AF_GRAD_DOUBLE, float otherwise, and AF_GRAD_OWNED: every read of the tensor has kv among its
+    // indices as it is, and what problem.captured_owner says.
     void* const* captured_grad;
-    const int32_t* captured_grad_f64;
+    const int32_t* captured_grad_kind;
     const int64_t* captured_grad_elements;
     int64_t captured_count;
     void* workspace;
@@ -199,11 +205,13 @@ AF_API int32_t af_set_isa(const char* name);
 AF_API void af_share_threads(void* parallel, void* thread_number);
 
 // A workspace's size follows from dtype, threads, the seven sizes, has_mask, the mask's block
-// sizes, `wanted`, `kv_batch_is_shared` and the programs' scratch_bytes alone, never from
-// pointers, strides or runs.
+// sizes, `wanted`, `kv_batch_is_shared`, `captured_owner` and the programs' scratch_bytes alone,
+// never from pointers, strides or runs. Elements are those of captured tensors that get gradients:
+// all of them, and the owned ones.
 AF_API int64_t af_forward_workspace(const af_problem* problem);
 AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
-AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements);
+AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements,
+                                     int64_t owned_elements);
 AF_API int32_t af_backward(const af_backward_args* args, af_error* error);
 // Name of the variant that af_forward takes for this problem: "prefill", "decode", ...
 AF_API const char* af_forward_variant(const af_problem* problem);

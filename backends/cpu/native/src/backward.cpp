@@ -57,13 +57,13 @@ struct pass {
 };
 
 // Lays a workspace out; with a null base `memory.used` becomes its size.
-pass lay_out(const af_problem& problem, int64_t elements, arena& memory) {
+pass lay_out(const af_problem& problem, int64_t elements, int64_t owned, arena& memory) {
     pass run;
     run.args = nullptr;
     run.plan = make_plan(problem, elements > 0);
     const backward_plan& plan = run.plan;
     run.table = job_table::take(memory, plan);
-    run.captured = captured_sums::take(memory, plan, elements);
+    run.captured = captured_sums::take(memory, plan, elements, owned);
     run.tile_bytes = bytes_of([&](arena& one) { take_q_tile(one, plan); });
     const int64_t tiles = plan.units_in_flight * plan.stream_tiles();
     run.q_tiles = memory.take<char>(tiles * run.tile_bytes);
@@ -243,6 +243,10 @@ void dq_job(void* context, int64_t index, int) {
     }
 }
 
+void clear_job(void* context, int64_t index, int) {
+    static_cast<pass*>(context)->captured.clear_owned(index);
+}
+
 void captured_job(void* context, int64_t index, int) {
     const pass& run = *static_cast<pass*>(context);
     run.captured.finish(*run.args, index);
@@ -250,26 +254,31 @@ void captured_job(void* context, int64_t index, int) {
 
 }  // namespace
 
-int64_t backward_workspace(const af_problem& problem, int64_t captured_elements) {
-    return bytes_of([&](arena& memory) { lay_out(problem, captured_elements, memory); });
+int64_t backward_workspace(const af_problem& problem, int64_t captured_elements,
+                           int64_t owned_elements) {
+    return bytes_of(
+        [&](arena& memory) { lay_out(problem, captured_elements, owned_elements, memory); });
 }
 
 int32_t backward(const af_backward_args& args, af_error* error) {
     const af_problem& p = args.problem;
     arena memory = {static_cast<char*>(args.workspace), 0};
-    pass run = lay_out(p, af_captured_elements(args), memory);
+    pass run = lay_out(p, af_captured_elements(args, 0),
+                       af_captured_elements(args, AF_GRAD_OWNED), memory);
     const backward_plan& plan = run.plan;
     run.args = &args;
-    const bool learns = run.captured.elements > 0 && p.score_backward;
+    const bool learns = run.captured.partials > 0 && p.score_backward;
     run.wants_dscore = plan.wants_dq || plan.wants_dk || learns;
     if (!run.wants_dscore && !plan.wants_dv) return AF_OK;
     clear_errors(run, p.threads);
 
     const int64_t partials = learns ? run.captured.partials : 0;
+    if (learns && plan.units > 0)
+        af_parallel(ceil_div(run.captured.owned, captured_chunk), p.threads, clear_job, &run);
     for (run.first_unit = 0; run.first_unit < plan.units; run.first_unit += run.units) {
         run.units = smaller(plan.units_in_flight, plan.units - run.first_unit);
         const int64_t q_tiles = run.units * plan.stream_tiles();
-        run.table.fill(p, plan, run.first_unit, run.units, partials);
+        run.table.fill(p, plan, run.first_unit, run.units, partials, run.captured.owned > 0);
         af_parallel(q_tiles, p.threads, pack_job, &run);
         if (learns)
             af_parallel(partials, p.threads,
@@ -280,8 +289,7 @@ int32_t backward(const af_backward_args& args, af_error* error) {
         if (plan.wants_dq) af_parallel(q_tiles, p.threads, dq_job, &run);
     }
     if (learns && plan.units > 0)
-        af_parallel(ceil_div(run.captured.elements, captured_chunk), p.threads, captured_job,
-                    &run);
+        af_parallel(run.captured.chunks(), p.threads, captured_job, &run);
     return first_error(run, p.threads, error);
 }
 

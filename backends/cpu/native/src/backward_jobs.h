@@ -35,7 +35,7 @@ struct job_table {
 
     // Jobs of units [first, first + count_of_units).
     void fill(const af_problem& p, const backward_plan& plan, int64_t first, int64_t units,
-              int64_t partials) {
+              int64_t partials, bool owned) {
         const bool alike =
             !p.has_mask || (p.transposed.batch == 1 && p.transposed.heads == 1);
         count = 0;
@@ -56,7 +56,12 @@ struct job_table {
                                  static_cast<int32_t>(u), static_cast<int32_t>(i), 0};
         }
         qsort(jobs, count, sizeof *jobs, compare);
-        share_out(partials);
+        if (owned && !(plan.owns_batch && plan.owns_head))
+            for (int64_t j = 0; j < count; ++j)
+                jobs[j].partial =
+                    static_cast<int32_t>(plan.group_of(first + jobs[j].unit) % partials);
+        else
+            share_out(partials);
     }
 
   private:
@@ -101,7 +106,7 @@ struct job_table {
 
     // Each job to the partial with the least to do.
     void share_out(int64_t partials) {
-        int64_t load[16] = {};
+        int64_t load[most_partials] = {};
         for (int64_t j = 0; partials > 0 && j < count; ++j) {
             int32_t least = 0;
             for (int32_t i = 1; i < partials; ++i)

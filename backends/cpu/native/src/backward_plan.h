@@ -40,11 +40,14 @@ constexpr int64_t group = 32;
 constexpr int64_t live_words = most_kv_rows / 16;
 constexpr int64_t wanted_jobs = 64;
 constexpr int64_t memory_budget = int64_t(1) << 30;
+constexpr int64_t most_partials = 64;  // of captured sums
 
 struct backward_plan {
     bool pairs;                          // bf16 products
     int64_t kv_batches, units, streams;  // streams of a unit
     int64_t q_per_kv;
+    int64_t kv_heads;
+    bool owns_batch, owns_head;  // owned captured tensors have other elements for each
     int64_t q_tiles, kv_tiles, kv_rows;
     int64_t partitions, units_in_flight;
     int64_t head_dim, value_dim;  // padded
@@ -52,6 +55,13 @@ struct backward_plan {
     bool wants_dq, wants_dk, wants_dv;
 
     int64_t dq_tile_floats() const { return wants_dq ? q_tile_rows * head_dim : 0; }
+    // Groups of jobs that add to elements of owned captured tensors of their own. Ranges of keys
+    // tell the jobs of one unit apart, but not those of two: their bounds may differ.
+    int64_t owner_groups() const {
+        if (owns_batch && owns_head) return units_in_flight * partitions;
+        return owns_batch ? kv_batches : owns_head ? kv_heads : 1;
+    }
+    int64_t group_of(int64_t unit) const { return owns_batch ? unit / kv_heads : unit % kv_heads; }
     // q tiles of a unit.
     int64_t stream_tiles() const { return streams * q_tiles; }
 };
@@ -110,6 +120,9 @@ inline backward_plan make_plan(const af_problem& problem, bool learns) {
     plan.kv_batches = sum_over_batch ? 1 : problem.batch;
     plan.streams = plan.q_per_kv * (sum_over_batch ? problem.batch : 1);
     plan.units = plan.kv_batches * problem.kv_heads;
+    plan.kv_heads = problem.kv_heads;
+    plan.owns_batch = plan.kv_batches == 1 || problem.captured_owner & 1;
+    plan.owns_head = problem.kv_heads == 1 || problem.captured_owner & 2;
     plan.q_tiles = ceil_div(problem.q_length, q_tile_rows);
     plan.head_dim = round_up(problem.head_dim, 32);
     plan.value_dim = round_up(problem.value_head_dim, 32);

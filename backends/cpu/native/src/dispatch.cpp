@@ -25,7 +25,7 @@
     int32_t forward(const af_forward_args&, af_error*);             \
     int64_t decode_workspace(const af_problem&);                    \
     int32_t decode(const af_forward_args&, af_error*);              \
-    int64_t backward_workspace(const af_problem&, int64_t captured); \
+    int64_t backward_workspace(const af_problem&, int64_t, int64_t);  \
     int32_t backward(const af_backward_args&, af_error*);           \
     }
 #define AF_DECLARE_INTERPRETER(space)                  \
@@ -254,14 +254,16 @@ int32_t af_forward(const af_forward_args* args, af_error* error) {
     return decode ? l.decode(*args, error) : l.forward(*args, error);
 }
 
-int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements) {
-    return level().backward_workspace(*problem, captured_elements);
+int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements,
+                              int64_t owned_elements) {
+    return level().backward_workspace(*problem, captured_elements, owned_elements);
 }
 
 int32_t af_backward(const af_backward_args* args, af_error* error) {
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
-    const int64_t needed = level().backward_workspace(p, af_captured_elements(*args));
+    const int64_t needed = level().backward_workspace(
+        p, af_captured_elements(*args, 0), af_captured_elements(*args, AF_GRAD_OWNED));
     if (!fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
     return level().backward(*args, error);
 }

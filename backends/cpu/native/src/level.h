@@ -11,16 +11,18 @@ struct af_level {
     int32_t (*forward)(const af_forward_args&, af_error*);
     int64_t (*decode_workspace)(const af_problem&);
     int32_t (*decode)(const af_forward_args&, af_error*);
-    int64_t (*backward_workspace)(const af_problem&, int64_t captured_elements);
+    int64_t (*backward_workspace)(const af_problem&, int64_t captured_elements,
+                                  int64_t owned_elements);
     int32_t (*backward)(const af_backward_args&, af_error*);
     void (*interpret)(const af_program*, const af_tile*);
 };
 
-// Elements of the captured tensors that get gradients.
-static inline int64_t af_captured_elements(const af_backward_args& args) {
+// Elements of the captured tensors that get gradients and whose kind has these bits.
+static inline int64_t af_captured_elements(const af_backward_args& args, int32_t kind) {
     int64_t elements = 0;
     for (int64_t i = 0; args.captured_grad && i < args.captured_count; ++i)
-        if (args.captured_grad[i]) elements += args.captured_grad_elements[i];
+        if (args.captured_grad[i] && (args.captured_grad_kind[i] & kind) == kind)
+            elements += args.captured_grad_elements[i];
     return elements;
 }
 

@@ -150,12 +150,12 @@ class problem : drawing {
         const int64_t elements[CAPTURED] = {1, entries, 0, 0};
         if (learns) {
             backward.captured_grad = grads;
-            backward.captured_grad_f64 = are_double;
+            backward.captured_grad_kind = are_double;
             backward.captured_grad_elements = elements;
             backward.captured_count = CAPTURED;
         }
         backward.workspace_bytes =
-            af_backward_workspace(&p, learns ? 1 + (mods_.tabled ? entries : 0) : 0);
+            af_backward_workspace(&p, learns ? 1 + (mods_.tabled ? entries : 0) : 0, 0);
         memory backward_workspace(backward.workspace_bytes);
         backward.workspace = backward_workspace.data;
         const int32_t second = af_backward(&backward, &error);

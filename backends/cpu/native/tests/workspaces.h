@@ -53,7 +53,7 @@ inline workspace backward_workspace(const af_problem& p, const std::string& leve
     const int64_t tables = 8 * kv_tiles + 44 * in_flight * partitions + 4 * in_flight;
     const int64_t most = in_flight * a_unit + p.threads * a_thread + tables + 512;
     const int64_t slack = in_flight * streams * q_tiles * 1024 + p.threads * 96 * 1024 + 1024;
-    return {what + ", backward", af_backward_workspace(&p, 0), most - slack, most};
+    return {what + ", backward", af_backward_workspace(&p, 0, 0), most - slack, most};
 }
 
 // src/forward_plan.h, from above.

@@ -40,7 +40,7 @@ class Block:
         error_address: where `error` is.
         tables: addresses of the captured tensors' table, ints and floats, 0 where there are none.
         dims: addresses of each captured tensor's sizes and strides.
-        grads: addresses of the accumulators' addresses, float64 flags and sizes.
+        grads: addresses of the accumulators' addresses, kinds and sizes.
     """
 
     __slots__ = ("address", "dims", "error", "error_address", "grads", "memory", "tables")
@@ -202,6 +202,7 @@ class Arguments:
             *offsets,
             self.wanted,
             self.shared,
+            self.programs.owned.by,
             *(
                 _NO_DROPOUT
                 if dropout is None
@@ -213,9 +214,13 @@ class Arguments:
         """Write into `block` where the captured tensors' gradients are summed."""
         addresses = [0 if each is None else each.data_ptr() for each in targets]
         sizes = [0 if each is None else each.numel() for each in targets]
-        wide = [each is not None and each.dtype is torch.float64 for each in targets]
+        kinds = [
+            (each is not None and each.dtype is torch.float64) * structs.GRAD_DOUBLE
+            + (position in self.programs.owned.tensors) * structs.GRAD_OWNED
+            for position, each in enumerate(targets)
+        ]
         at = self.end - self._grads.size
-        self._grads.pack_into(block.memory, at, *addresses, *sizes, *wide)
+        self._grads.pack_into(block.memory, at, *addresses, *sizes, *kinds)
 
 
 def tensor_values(tensor: Tensor) -> tuple[int, ...]:

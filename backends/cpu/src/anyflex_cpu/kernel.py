@@ -82,7 +82,7 @@ class CpuKernel(Kernel):
     ) -> tuple[TensorSpec, ...]:
         """One tensor of bytes, whose size follows from shapes and threads."""
         threads = torch.get_num_threads()
-        learned = self._learned_elements(call) if self._learned else 0
+        learned = self._learned_elements(call) if self._learned else (0, 0)
         key = (direction, call.query.shape, call.key.shape, threads, learned, self.library.level)
         found = self._sizes.get(key)
         if found is None:
@@ -92,17 +92,23 @@ class CpuKernel(Kernel):
             found = self._sizes[key] = (TensorSpec((size + _ALIGNMENT,), torch.uint8),)
         return found
 
-    def _learned_elements(self, call: Call) -> int:
-        """Elements of the captured tensors that get a gradient."""
-        return sum([call.captured[i].numel() for i in self._learned])
+    def _learned_elements(self, call: Call) -> tuple[int, int]:
+        """Elements of the captured tensors that get a gradient: of all, and of owned ones."""
+        owned = self.programs.owned.tensors
+        sizes = [call.captured[i].numel() for i in self._learned]
+        return sum(sizes), sum(
+            [size for i, size in zip(self._learned, sizes, strict=True) if i in owned]
+        )
 
-    def _workspace_bytes(self, call: Call, direction: str, threads: int, learned: int) -> int:
+    def _workspace_bytes(
+        self, call: Call, direction: str, threads: int, learned: tuple[int, int]
+    ) -> int:
         block = self._block()
         self.arguments.write_problem(call, threads, block)
         if direction == "forward":
             size = self.library.forward_workspace(block.address)
         else:
-            size = self.library.backward_workspace(block.address, learned)
+            size = self.library.backward_workspace(block.address, *learned)
         self._blocks.append(block)
         return size
 

@@ -78,7 +78,11 @@ class Library:
             "af_forward_workspace", ctypes.c_int64, ctypes.c_void_p
         )
         self.backward_workspace = self._function(
-            "af_backward_workspace", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+            "af_backward_workspace",
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
         )
         self.program_scratch = self._function(
             "af_program_scratch", ctypes.c_int64, ctypes.c_void_p

@@ -17,6 +17,7 @@ from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
 from anyflex_cpu.jit import Mods, NativeFunction, TooLong, compile_mods
 from anyflex_cpu.library import Library
+from anyflex_cpu.owned_captured import NOTHING_OWNED, owned_captured
 
 __all__ = [
     "Programs",
@@ -114,6 +115,7 @@ class Programs:
     Attributes:
         how: ``"jit"`` or ``"interpreted"``, or "" where there are no mods.
         reason: why they are interpreted where nobody asked for it, or "".
+        owned: captured tensors whose gradients have one writer an element.
         addresses: of the af_programs of mask, score and score's derivative, 0 for none, for calls
             within `LIMITS`.
     """
@@ -124,6 +126,8 @@ class Programs:
         self._artifacts = artifacts
         self._option = option
         self._mods = mods_of(spec)
+        derivative = self._mods.derivative
+        self.owned = NOTHING_OWNED if derivative is None else owned_captured(derivative)
         self._lock = threading.Lock()
         free_in_child(self)
         self._wide: tuple[int, int, int] | None = None

@@ -21,6 +21,8 @@ __all__ = [
     "BACKWARD",
     "DTYPE_CODES",
     "FORWARD",
+    "GRAD_DOUBLE",
+    "GRAD_OWNED",
     "MODS",
     "TENSORS",
     "TYPE_CODES",
@@ -37,8 +39,11 @@ __all__ = [
     "Tile",
 ]
 
-ABI = 4
+ABI = 5
 """ABI version of the header that this file was written for: its AF_ABI."""
+
+GRAD_DOUBLE, GRAD_OWNED = 1, 2
+"""Bits of the kind of a captured tensor's accumulator."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """af_dtype."""
@@ -112,7 +117,7 @@ class Problem(ctypes.Structure):
         (Runs, "runs transposed"),
         (c_void_p, "mask score score_backward"),
         (ModInputs, "inputs"),
-        (c_int32, "wanted kv_batch_is_shared"),
+        (c_int32, "wanted kv_batch_is_shared captured_owner"),
         (c_uint32 * 2, "dropout_words"),
         (c_uint32, "dropout_threshold"),
         (c_float, "dropout_scale"),
@@ -140,7 +145,7 @@ class BackwardArgs(ctypes.Structure):
         (Tensor, "dout"),
         (c_void_p, "dlse delta"),
         (Tensor, "dq dk dv"),
-        (c_void_p, "captured_grad captured_grad_f64 captured_grad_elements"),
+        (c_void_p, "captured_grad captured_grad_kind captured_grad_elements"),
         (c_int64, "captured_count"),
         (c_void_p, "workspace"),
         (c_int64, "workspace_bytes"),
