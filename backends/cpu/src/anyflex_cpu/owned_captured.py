@@ -1,4 +1,4 @@
-"""Which captured tensors' gradients have one writer an element: the biases for each pair.
+"""Find captured tensors whose gradients have one writer an element: biases for each pair.
 
 An element that every read of the tensor reaches by kv_idx, and by b or h, as they are, belongs to
 one key of one batch entry or head. The native library then sums it once instead of once a thread.
