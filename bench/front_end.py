@@ -152,7 +152,7 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
 
     aux = AuxRequest()
     cpu = torch.device("cpu")
-    checked = CheckedCall(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
+    checked = CheckedCall(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None, 0)
     inputs = gather(checked)
     plan = plan_for(inputs)
     call = inputs.call

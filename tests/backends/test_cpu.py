@@ -14,7 +14,7 @@ from tests.backends.packages import FOLDER, imported_modules, run_tests
 ROOT = FOLDER.parent
 CPU = FOLDER / "cpu"
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
-TRACES = {"test_bytecode.py": {"anyflex.tracing.trace"}}
+TRACES = dict.fromkeys(("test_bytecode.py", "test_owned_captured.py"), {"anyflex.tracing.trace"})
 """Imports beyond the public names: graphs of mods, which a backend gets in a spec only."""
 FILES = sorted([*CPU.glob("src/**/*.py"), *CPU.glob("tests/*.py")])
 

@@ -150,7 +150,7 @@ def test_a_mask_on_meta_is_refused(way: str) -> None:
 def test_the_static_op_takes_no_tensor_of_meta_among_others() -> None:
     query = torch.ones(1, 1, 20, 8)
     mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20)
-    call = CheckedCall(query, query, query, None, mask, 1.0, anyflex.AuxRequest(), (), None)
+    call = CheckedCall(query, query, query, None, mask, 1.0, anyflex.AuxRequest(), (), None, 0)
     arguments, _, _ = op_arguments(call)
     (offsets, runs, *numbers), *rest = arguments
     moved = [offsets.to("meta"), runs.to("meta"), *numbers]
