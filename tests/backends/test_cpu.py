@@ -14,7 +14,9 @@ from tests.backends.packages import FOLDER, imported_modules, run_tests
 ROOT = FOLDER.parent
 CPU = FOLDER / "cpu"
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
-TRACES = dict.fromkeys(("test_bytecode.py", "test_owned_captured.py"), {"anyflex.tracing.trace"})
+TRACES = {
+    name: {"anyflex.tracing.trace"} for name in ("test_bytecode.py", "test_owned_captured.py")
+}
 """Imports beyond the public names: graphs of mods, which a backend gets in a spec only."""
 FILES = sorted([*CPU.glob("src/**/*.py"), *CPU.glob("tests/*.py")])
 
