@@ -33,7 +33,7 @@ def owned_captured(derivative: Derivative) -> Owned:
     reads: dict[int, set[str]] = {}
     for scatter in derivative.scatters:
         indices = {
-            derivative.nodes[position].attribute
+            str(derivative.nodes[position].attribute)
             for position in scatter.indices
             if derivative.nodes[position].operation == "input"
         }
