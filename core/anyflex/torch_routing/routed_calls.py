@@ -28,20 +28,7 @@ def attend(
 ) -> Any:
     """Call anyflex's flex_attention for a query on a re-routed device, else torch's own. Part of
     the traced half: Dynamo inlines it."""
-    if query.device.type not in originals.rerouted:
-        return originals.flex_attention(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux=return_aux,
-        )
-    found = attention.flex_attention(
+    arguments = (
         query,
         key,
         value,
@@ -51,8 +38,10 @@ def attend(
         enable_gqa,
         return_lse,
         kernel_options,
-        return_aux=return_aux,
     )
+    if query.device.type not in originals.rerouted:
+        return originals.flex_attention(*arguments, return_aux=return_aux)
+    found = attention.flex_attention(*arguments, return_aux=return_aux)
     if return_aux is None:
         return found
     out, aux = found
