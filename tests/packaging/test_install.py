@@ -96,7 +96,8 @@ def test_the_package_builds_installs_and_compiles_on(
         [environment.python, "-W", "error", "-m", "compileall", "-q", package], check=True
     )
     assert len(list(package.rglob("*.pyc"))) == len(list(package.rglob("*.py")))
-    sources = {path.relative_to(checkout / "core") for path in (checkout / "core").rglob("*.py")}
+    core = checkout / "core"
+    sources = {path.relative_to(core) for path in (core / "anyflex").rglob("*.py")}
     example, template = checkout / "plugins" / "example", Path("anyflex", "templates", "plugin")
     sources |= {template / path.relative_to(example) for path in example.rglob("*.py")}
     assert {path.relative_to(package.parent) for path in package.rglob("*.py")} == sources

@@ -33,9 +33,10 @@ def installed(tmp_path: Path) -> Path:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r'\[project\.entry-points\."torch\.backends"\]\n(\w+ = )"(.+)"\n', text)
     assert found is not None
-    information = tmp_path / "anyflex_of_this_test-1.dist-info"
+    # It hides an installed anyflex, which would offer the same once more.
+    information = tmp_path / "anyflex-1.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Name: anyflex-of-this-test\nVersion: 1\n")
+    (information / "METADATA").write_text("Name: anyflex\nVersion: 1\n")
     lines = ["[torch.backends]", f"{found[1]}{found[2]}"]
     (information / "entry_points.txt").write_text("\n".join(lines))
     return tmp_path
