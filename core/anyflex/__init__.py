@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from anyflex.frontend.attention_sinks import with_sinks
     from anyflex.frontend.explain import explain
     from anyflex.frontend.gradients import flex_attention_backward
+    from anyflex.packed.attention import flex_attention_packed
+    from anyflex.packed.merge import merge_attention
+    from anyflex.packed.packed import Packed, Step
     from anyflex.registry.forced_backends import use_backend
     from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
     from anyflex.torch_routing.rerouting import reroute_torch, restore_torch
@@ -61,8 +64,10 @@ __all__ = [
     "GraphCaptureError",
     "ModIndexError",
     "ModTraceError",
+    "Packed",
     "PerformanceWarning",
     "PluginError",
+    "Step",
     "TensorFormError",
     "and_masks",
     "create_block_mask",
@@ -70,8 +75,10 @@ __all__ = [
     "explain",
     "flex_attention",
     "flex_attention_backward",
+    "flex_attention_packed",
     "load_artifacts",
     "masks",
+    "merge_attention",
     "mods",
     "noop_mask",
     "or_masks",
@@ -84,12 +91,16 @@ __all__ = [
 
 _LATER = {
     "BlockMask": "anyflex.block_mask.block_mask",
+    "Packed": "anyflex.packed.packed",
+    "Step": "anyflex.packed.packed",
     "and_masks": "anyflex.block_mask.combine",
     "create_block_mask": "anyflex.block_mask.create",
     "create_mask": "anyflex.block_mask.create",
     "explain": "anyflex.frontend.explain",
     "flex_attention_backward": "anyflex.frontend.gradients",
+    "flex_attention_packed": "anyflex.packed.attention",
     "load_artifacts": "anyflex.runtime.cache_archive",
+    "merge_attention": "anyflex.packed.merge",
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
     "reroute_torch": "anyflex.torch_routing.rerouting",

@@ -16,6 +16,7 @@ CAPABILITIES = {
     "what authors of backends declare and read: node_dtypes, doctor on decoding": 130,
     "an attention implementation for Hugging Face transformers": 830,
     "gradients of biases for each pair, summed once on a CPU": 110,
+    "packed sequences and keys in pages, by any backend's dense kernels": 1_090,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
 }
 """Lines that came with what the sources couldn't do when they had at most 68,000."""

@@ -1,0 +1,174 @@
+"""flex_attention_packed: attention over packed sequences, each in coordinates of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.create import create_block_mask
+from anyflex.frontend.attention import flex_attention
+from anyflex.frontend.attention_sinks import with_sinks
+from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
+from anyflex.packed.arguments import check_packed
+from anyflex.packed.packed import Step
+from anyflex.packed.pages import PageRows
+from anyflex.packed.row_tables import (
+    RowTables,
+    relabelled_mask,
+    relabelled_score,
+    row_tables,
+)
+from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.tracing.mod_types import MaskMod, ScoreMod
+from anyflex.tracing.trace_cache import traced
+
+__all__ = ["flex_attention_packed"]
+
+
+def flex_attention_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: Step,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+    kernel_options: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention of many sequences of any lengths in one call, packed or with keys in pages.
+
+    Each sequence attends to its own keys, with mods that see its own indices: b is its slot,
+    q_idx and kv_idx are positions in it (`Packed`). `mask_mod` needs no block mask: which blocks
+    are visited is found from it, once a step for all layers that share it. No key beyond a
+    sequence's length reaches a result, whatever its bits.
+
+    Args:
+        query: [T, Hq, E]; float32, bfloat16, float16 or float64.
+        key: [S, Hkv, E], or a pool of pages [P, Hkv, page, E] where the batch has a page table;
+            any strides. A pool whose page comes before its heads is ``.transpose(1, 2)``.
+        value: [S, Hkv, Ev] or [P, Hkv, page, Ev].
+        step: from `Packed.begin`, or a cache's.
+        score_mod, mask_mod: as for `flex_attention` and `create_block_mask`.
+        scale: multiplied into q k^T; None is E ** -0.5.
+        enable_gqa: allow Hq to be a multiple of Hkv.
+        sinks: [Hq], one more score a head whose value is 0, as `with_sinks` has it; learned ones
+            get a gradient.
+        k_scale, v_scale: float32, what stored numbers are multiplied by: one number, [Hkv], or
+            one for each token and head, shaped as key without its last dimension. Key and value
+            are then int8 or float8_e4m3fn, and mods see scores after it.
+        out: [T, Hq, Ev], is written and returned; no gradient is recorded.
+        return_aux: which auxiliary outputs to return, lse and max_scores [T, Hq]. lse is that of
+            the keys, without sinks.
+        kernel_options, backend: as for `flex_attention`.
+
+    Returns:
+        out, [T, Hq, Ev] in query's dtype; with `return_aux` (out, AuxOutput). A row without a live
+        key, and one of no sequence, has out 0 and lse -inf. Packed keys and values are
+        differentiable; with pages what requires grad is refused.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is wrong; the message names it.
+        BackendRefused: nobody takes the call, or a gradient is asked for through pages.
+        ModIndexError: a page id outside of the pool, on a CPU and where ANYFLEX_CHECK_INDICES is
+            set; elsewhere it is clamped into the pool.
+        GraphCaptureError: the step was begun on the other side of a capture's border.
+        ModTraceError, PluginError, AllocationError: as `flex_attention` raises them.
+
+    Source: page tables: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
+    """
+    aux = check_packed(
+        query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux
+    )
+    packed = step.packed
+    if packed.page_table is None:
+        begins, keys = packed.kv_offsets[:-1], key.shape[0]
+    else:
+        form = key.shape[0], key.shape[2]
+        rows = step.keep(("pages", *form), lambda: PageRows(packed, *form))
+        begins, keys = rows.begins, rows.keys
+        key, value = rows.collect(key), rows.collect(value)
+        k_scale, v_scale = (
+            rows.collect(given) if given is not None and given.dim() == 3 else given
+            for given in (k_scale, v_scale)
+        )
+    key, value = _scaled(key, k_scale, query.dtype), _scaled(value, v_scale, query.dtype)
+    length = query.shape[0]
+    tables = step.keep(("tables", length, keys), lambda: row_tables(packed, length, begins, keys))
+    found, more = flex_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        None if score_mod is None else relabelled_score(score_mod, tables),
+        _block_mask(step, mask_mod, tables, (query.shape[1], length, keys)),
+        scale,
+        enable_gqa,
+        kernel_options=kernel_options,
+        return_aux=aux._replace(lse=aux.lse or sinks is not None),
+        backend=backend,
+    )
+    if sinks is not None:
+        found = with_sinks(found, more.lse, sinks)
+    found = found[0].transpose(0, 1)
+    if out is not None:
+        found = out.copy_(found)
+    if return_aux is None:
+        return found
+    return found, AuxOutput(
+        more.lse[0].T if aux.lse else None,
+        more.max_scores[0].T if aux.max_scores else None,
+    )
+
+
+def _scaled(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return stored numbers times their scale: one rounding, from float32 to `dtype`."""
+    if scale is None:
+        return stored
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    elif scale.dim() == 2:
+        scale = scale[..., None]
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return (stored.to(wide) * scale.to(wide)).to(dtype)
+
+
+def _block_mask(
+    step: Step, mask_mod: MaskMod | None, tables: RowTables, sizes: tuple[int, int, int]
+) -> Any:
+    """Return the block mask of the dense call, built once a step for each mask.
+
+    Args:
+        sizes: Hq, T and S.
+    """
+    heads, rows, keys = sizes
+    # A block of more rows than a sequence has would mix sequences, and be asked everywhere.
+    q_block = 16
+    while q_block < min(step.packed.max_q, 128):
+        q_block *= 2
+    key: tuple[Any, ...] = ("mask", *sizes)
+    if mask_mod is not None and not in_graph():
+        # Layers whose mask mods say the same share one mask, whatever function objects they are.
+        known = traced(mask_mod, "mask", torch.float32, step.packed.device)
+        key += known.text, *map(id, known.captured), *known.ints, *known.floats
+    return step.keep(
+        key,
+        lambda: create_block_mask(
+            relabelled_mask(mask_mod, tables),
+            None,
+            heads,
+            rows,
+            keys,
+            step.packed.device,
+            (q_block, 128),
+        ),
+    )

@@ -1,0 +1,285 @@
+"""Packed and Step: whose rows are whose in a call over many sequences, and one pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from anyflex.packed.packed_checks import (
+    bound_of,
+    check_count,
+    check_slots,
+    check_tensors,
+    check_values,
+)
+from anyflex.packed.staged_copy import StagedCopy
+from anyflex.runtime.kernel_cache import is_capturing
+from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.tensors.dynamo_errors import fail
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Packed", "Step"]
+
+Kept = TypeVar("Kept")
+
+
+class Packed:
+    """Which rows of packed tensors belong to which sequence, and which keys it reads.
+
+    Sequence i has the query rows ``q_offsets[i]:q_offsets[i + 1]``. Its keys are one of:
+
+    - the same rows of key and value, where nothing else is said: self-attention;
+    - rows ``kv_offsets[i]:kv_offsets[i + 1]`` of key and value, the first ``kv_lengths[i]`` of
+      them where `kv_lengths` is given too;
+    - `kv_lengths[i]` keys in pages: key p is row ``p % page`` of page
+      ``page_table[slots[i], p // page]``, or of table row i where no `slots` are given. Entries
+      past a length mean nothing and are never followed.
+
+    Mods see ``b = slots[i]``, ``q_idx = q_starts[i] + row`` within the sequence, and ``kv_idx``
+    from 0 to ``kv_lengths[i] - 1``. Rows from ``q_offsets[N]`` on belong to nobody: their out is 0
+    and their lse -inf.
+
+    Tensors are used where they are and not copied: on an accelerator nothing reads them on the
+    host, and who writes new values of the same bounds into them, as a captured graph's owner
+    does, calls `begin` again.
+
+    Args:
+        q_offsets: int32 [N + 1], not falling, from 0; on the device of the call.
+        kv_lengths: int32 [N].
+        kv_offsets: int32 [N + 1], for packed keys.
+        page_table: int32 [R, W], any row stride; key and value are then pools of pages.
+        slots: int32 [N], each at most once; None is 0 to N - 1.
+        q_starts: int32 [N], position of each sequence's first query row; None is
+            ``kv_length - q_length``, which lets the last query row be the last key's.
+        max_q, max_kv: no sequence has more query rows, or keys. None reads them from the tensors:
+            on an accelerator that waits for the device once.
+
+    Attributes:
+        sequences: N.
+        device: of the tensors.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument; values are looked at on a CPU only.
+        GraphCaptureError: a bound is None while a device graph is being captured.
+
+    Examples:
+        >>> import torch, anyflex
+        >>> offsets = torch.tensor([0, 3, 8], dtype=torch.int32)  # sequences of 3 and 5 rows
+        >>> step = anyflex.Packed(offsets).begin()
+        >>> q, k, v = torch.randn(3, 8, 4, 16).unbind(0)
+        >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+        >>> anyflex.flex_attention_packed(q, k, v, step, mask_mod=causal).shape
+        torch.Size([8, 4, 16])
+    """
+
+    def __init__(
+        self,
+        q_offsets: Tensor,
+        kv_lengths: Tensor | None = None,
+        *,
+        kv_offsets: Tensor | None = None,
+        page_table: Tensor | None = None,
+        slots: Tensor | None = None,
+        q_starts: Tensor | None = None,
+        max_q: int | None = None,
+        max_kv: int | None = None,
+    ) -> None:
+        given = {
+            "q_offsets": q_offsets,
+            "kv_lengths": kv_lengths,
+            "kv_offsets": kv_offsets,
+            "page_table": page_table,
+            "slots": slots,
+            "q_starts": q_starts,
+        }
+        check_tensors(given)
+        if page_table is not None and (kv_offsets is not None or kv_lengths is None):
+            fail(
+                "ArgumentError",
+                "Packed: page_table needs kv_lengths, the number of keys of each sequence, and no "
+                "kv_offsets, which are for packed keys.",
+            )
+        if page_table is None and kv_offsets is None and kv_lengths is not None:
+            fail(
+                "ArgumentError",
+                "Packed: kv_lengths needs kv_offsets, where keys are packed, or page_table.",
+            )
+        self.q_offsets = q_offsets
+        self.kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+        self.kv_lengths = self.kv_offsets.diff() if kv_lengths is None else kv_lengths
+        self.page_table = page_table
+        self.slots = _numbered(q_offsets) if slots is None else slots
+        self.q_starts = self.kv_lengths - q_offsets.diff() if q_starts is None else q_starts
+        self.sequences = q_offsets.shape[0] - 1
+        self.device = q_offsets.device
+        self._table_rows = self.slots if slots is not None else None
+        self._staged: StagedCopy | None = None
+        self._changes = 0
+        if self.device.type == "cpu" and not in_graph():
+            check_values(q_offsets, self.kv_offsets, self.kv_lengths, page_table, slots)
+        self.max_q = bound_of("max_q", max_q, q_offsets.diff())
+        self.max_kv = bound_of("max_kv", max_kv, self.kv_lengths)
+
+    @classmethod
+    def with_capacity(
+        cls,
+        sequences: int,
+        max_q: int,
+        max_kv: int,
+        *,
+        page_table: Tensor,
+    ) -> Self:
+        """Return an empty batch that `set` fills, for pages whose lengths the host knows.
+
+        Its tensors stay where they are, so that a captured graph reads what `set` wrote last.
+
+        Args:
+            sequences: the most sequences of a step; fewer leave the rest empty.
+            max_q, max_kv: the most query rows, and keys, of a sequence.
+            page_table: int32 [R, W] on the device of the calls; slot s reads row s.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: naming the argument.
+        """
+        for name, value in (("sequences", sequences), ("max_q", max_q), ("max_kv", max_kv)):
+            check_count(f"Packed.with_capacity: {name}", value)
+        check_tensors({"page_table": page_table})
+        numbers = torch.zeros(4 * sequences + 1, dtype=torch.int32, device=page_table.device)
+        q_offsets, kv_lengths, slots, q_starts = torch.split(
+            numbers, [sequences + 1, sequences, sequences, sequences]
+        )
+        slots.copy_(_numbered(q_offsets))
+        packed = cls(
+            q_offsets,
+            kv_lengths,
+            page_table=page_table,
+            slots=slots,
+            q_starts=q_starts,
+            max_q=max_q,
+            max_kv=max_kv,
+        )
+        packed._staged = StagedCopy(numbers)
+        return packed
+
+    def set(
+        self,
+        q_lengths: Sequence[int],
+        kv_lengths: Sequence[int],
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Write the next step's numbers: one asynchronous copy to the device.
+
+        Args:
+            q_lengths: query rows of each sequence.
+            kv_lengths: its keys, those of the step included.
+            slots: which one it is; None is 0, 1, ...
+
+        Raises:
+            ArgumentError: more than the batch was made for, negative lengths, a slot twice, or a
+                batch that wasn't made by `with_capacity`.
+        """
+        if self._staged is None:
+            fail(
+                "ArgumentError",
+                "Packed.set: this batch reads the tensors that it was made of; write to those, or "
+                "make it by Packed.with_capacity.",
+            )
+        count, capacity = len(q_lengths), self.sequences
+        rows = list(range(count)) if slots is None else list(slots)
+        if not (len(kv_lengths) == len(rows) == count <= capacity):
+            fail(
+                "ArgumentError",
+                "Packed.set: q_lengths, kv_lengths and slots must have one number for each of at "
+                f"most {capacity} sequences, got {count}, {len(kv_lengths)} and {len(rows)}.",
+            )
+        for name, lengths, most in (
+            ("q_lengths", q_lengths, self.max_q),
+            ("kv_lengths", kv_lengths, self.max_kv),
+        ):
+            if count and (min(lengths) < 0 or max(lengths) > most):
+                fail(
+                    "ArgumentError",
+                    f"Packed.set: {name} must be from 0 to {most}, the bound that this batch was "
+                    f"made with, got {min(lengths)} to {max(lengths)}.",
+                )
+        check_slots("Packed.set", rows, self.page_table)
+        rest = capacity - count
+        self._staged.send(
+            [
+                *accumulate(q_lengths, initial=0),
+                *[sum(q_lengths)] * rest,
+                *kv_lengths,
+                *[0] * rest,
+                *rows,
+                # Nobody's slot, so that no mod reads outside of a table by it.
+                *[0] * rest,
+                *[kv - q for q, kv in zip(q_lengths, kv_lengths, strict=True)],
+                *[0] * rest,
+            ]
+        )
+        self._changes += 1
+
+    def begin(self) -> Step:
+        """Return the step of one forward pass, which keeps what its layers share."""
+        return Step(self)
+
+
+def _numbered(q_offsets: Tensor) -> Tensor:
+    return torch.arange(q_offsets.shape[0] - 1, dtype=torch.int32, device=q_offsets.device)
+
+
+class Step:
+    """One forward pass over a batch, made by `Packed.begin`.
+
+    A step keeps the blocks that it found for each mask mod, so that many layers with one mask look
+    for them once. It is of its batch's numbers: after `Packed.set`, or after new values were
+    written into the tensors of the batch, begin another one. Begin it where it is used: a step
+    made inside of a captured device graph serves that graph alone.
+
+    Attributes:
+        packed: the batch.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+        self._changes = packed._changes
+        self._captured = not in_graph() and is_capturing(packed.device.type)
+        # Keys name what a value is and what it depends on beside the batch.
+        self._kept: dict[tuple[Any, ...], Any] = {}
+
+    def check(self) -> None:
+        """Check that this step may be used now.
+
+        Raises:
+            ArgumentError: the batch has been set again.
+            GraphCaptureError: it was begun on the other side of a capture's border.
+        """
+        if self._changes != self.packed._changes:
+            fail(
+                "ArgumentError",
+                "step: its batch was set again after it began; begin another one by "
+                "Packed.begin().",
+            )
+        if in_graph():
+            return
+        if self._captured != is_capturing(self.packed.device.type):
+            began, used = ("inside", "outside") if self._captured else ("outside", "inside")
+            fail(
+                "GraphCaptureError",
+                f"step: it began {began} of a captured device graph and is used {used}: what it "
+                "keeps would be missing in each replay. Begin it where it is used.",
+            )
+
+    def keep(self, key: tuple[Any, ...], make: Callable[[], Kept]) -> Kept:
+        """Return what `make` made for this key when it was first asked for."""
+        if in_graph():
+            return make()
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]  # type: ignore[no-any-return]
