@@ -8,7 +8,14 @@ import operator
 import torch
 from torch import Tensor
 
-from anyflex.mod_graph.operations.bounds import End, choose, corners, greater, lesser
+from anyflex.mod_graph.operations.bounds import (
+    End,
+    choose,
+    corners,
+    equal,
+    greater,
+    lesser,
+)
 from anyflex.mod_graph.operations.record import Gradient, Operation
 from anyflex.mod_graph.operations.terms import Term, call, where
 from anyflex.mod_graph.torch_derivatives import clamp_stops_at_numbers
@@ -18,8 +25,13 @@ __all__ = ["ARITHMETIC"]
 _NUMBERS = ("int", "float")
 
 
+def _product_bounds(a: End, b: End, c: End, d: End) -> tuple[End, End]:
+    # A factor that is one number saves half of the corners.
+    return corners(operator.mul, *((c, d, a, b) if a is b else (a, b, c, d)))
+
+
 def _quotient_bounds(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[End, End]:
-    low, high = corners(torch.true_divide, a, b, c, d)
+    low, high = corners(operator.truediv, a, b, c, d)
     sure = (c > 0) | (d < 0)
     return torch.where(sure, low, torch.nan), torch.where(sure, high, torch.nan)
 
@@ -63,8 +75,14 @@ def _extremum(loses: str, inside: str) -> tuple[Gradient, Gradient]:
 
 def _mod_bounds(a: End, b: End, c: End, d: End) -> tuple[End, End]:
     # The remainder has the divisor's sign and is smaller.
-    high = greater(d - 1, 0)
-    return lesser(c + 1, 0), choose((a >= 0) & (c > 0), lesser(high, b), high)
+    low, high = lesser(c + 1, 0), greater(d - 1, 0)
+    if c is not d:
+        return low, choose((a >= 0) & (c > 0), lesser(high, b), high)
+    # Where the quotient is constant, the remainder moves as the dividend does.
+    quotient = a // c
+    same = equal(quotient, b // c)
+    start = quotient * c
+    return choose(same, a - start, low), choose(same, b - start, high)
 
 
 def _fmod_bounds(a: End, b: End, c: End, d: End) -> tuple[End, End]:
@@ -96,7 +114,7 @@ ARITHMETIC = (
         names=("multiply",),
         sign="*",
         gradients=(lambda g, r, x, y: g * y, lambda g, r, x, y: g * x),
-        bounds=functools.partial(corners, operator.mul),
+        bounds=_product_bounds,
     ),
     _binary(
         "truediv",

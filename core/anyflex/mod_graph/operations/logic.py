@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.mod_graph.operations.bounds import Bounds, End, choose, corners, greater, lesser
+from anyflex.mod_graph.operations.bounds import (
+    Bounds,
+    End,
+    choose,
+    corners,
+    equal,
+    greater,
+    lesser,
+)
 from anyflex.mod_graph.operations.record import Operation, Sample
 from anyflex.mod_graph.operations.terms import where
 
@@ -19,11 +27,12 @@ __all__ = ["BITWISE", "COMPARISONS", "STRUCTURE"]
 
 def _bits_above(end: End) -> End:
     """Return the smallest 2^n - 1 that is not below `end`, which is not negative."""
-    if isinstance(end, Tensor):
-        # frexp, in fp64, is exact below 2^53; above, it may round up, which is sound too.
-        _, exponent = torch.frexp(end.to(torch.float64))
-        return (torch.ones_like(end) << exponent.to(torch.int64)) - 1
-    return (1 << end.bit_length()) - 1
+    if isinstance(end, int):
+        return (1 << end.bit_length()) - 1
+    # The highest bit is copied into all below it.
+    for places in (1, 2, 4, 8, 16, 32):
+        end = end | (end >> places)
+    return end
 
 
 def _and_bounds(a: End, b: End, c: End, d: End) -> tuple[End, End]:
@@ -45,7 +54,7 @@ def _exact_at_points(
 ) -> Bounds:
     def refined(a: End, b: End, c: End, d: End) -> tuple[End, End]:
         low, high = bounds(a, b, c, d)
-        points, value = (a == b) & (c == d), apply(a, c)
+        points, value = equal(a, b) & equal(c, d), apply(a, c)
         return choose(points, value, low), choose(points, value, high)
 
     return refined
@@ -53,7 +62,9 @@ def _exact_at_points(
 
 def _shift_bounds(apply: Callable[[Any, Any], Any]) -> Bounds:
     def bounds(a: End, b: End, c: End, d: End) -> tuple[End, End] | None:
-        if not (isinstance(c, int) and isinstance(d, int) and 0 <= c <= d < 64):
+        if isinstance(c, Tensor) or isinstance(d, Tensor):
+            return None
+        if isinstance(c, int) and isinstance(d, int) and not 0 <= c <= d < 64:
             return None
         return corners(apply, a, b, c, d)
 
