@@ -1,0 +1,1 @@
+"""Block graphs of mask graphs, against all elements of boxes."""
