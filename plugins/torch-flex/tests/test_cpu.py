@@ -6,6 +6,7 @@ Each kernel costs seconds of C++ compilation: few calls here, each with much in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -74,9 +75,13 @@ def test_mods_that_read_tensors_and_numbers_and_a_mask_a_head_give_the_formula_s
         torch.testing.assert_close(out.double(), wanted, atol=limit, rtol=0)
 
 
-def test_one_query_row_gives_the_formula_s_result() -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_one_query_row_without_a_mask_gives_the_formula_s_result(compiled: bool) -> None:
     inputs = tensors(torch.float32, length=1)
-    out = anyflex.flex_attention(*inputs, enable_gqa=True, backend=BACKEND)
+    call = partial(anyflex.flex_attention, enable_gqa=True, backend=BACKEND)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    out = call(*inputs)
     wanted = dense_attention(*inputs, None, None)
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=0)
 

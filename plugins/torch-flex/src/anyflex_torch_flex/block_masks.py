@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from anyflex.plugin import FULL, PARTIAL, MaskViews
 
-__all__ = ["torch_block_mask"]
+__all__ = ["one_block", "torch_block_mask"]
 
 MaskMod = Callable[..., Any]
 
@@ -41,6 +42,28 @@ def torch_block_mask(
     if mask_mod is not None:
         mask.mask_mod = mask_mod
     return mask
+
+
+def one_block(device: torch.device) -> BlockMask:
+    """Return the mask that torch makes where it is given none: one block of any length.
+
+    torch makes it by vmap, which does not work inside of an operator.
+    """
+    count = torch.ones((1, 1, 1), dtype=torch.int32, device=device)
+    indices = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=device)
+    return BlockMask(
+        seq_lengths=(1, 1),
+        kv_num_blocks=count,
+        kv_indices=indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=count,
+        q_indices=indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(1 << 30, 1 << 30),
+        mask_mod=noop_mask,
+    )
 
 
 def _without_mod(views: MaskViews) -> BlockMask:

@@ -27,7 +27,7 @@ from anyflex.plugin import (
     TensorSpec,
     unrouted_flex_attention,
 )
-from anyflex_torch_flex.block_masks import torch_block_mask
+from anyflex_torch_flex.block_masks import one_block, torch_block_mask
 from anyflex_torch_flex.mods import MakeMods
 
 __all__ = ["TorchFlexKernel", "autograd_records", "in_another_thread"]
@@ -155,8 +155,9 @@ class TorchFlexKernel(Kernel):
         floats = _numbers(call.floats, torch.float32, device)
         captured = tuple(_readable(tensor) for tensor in call.captured)
         score_mod, mask_mod = self._make_mods(captured, ints, floats)
-        mask = None
-        if call.mask is not None:
+        if call.mask is None:
+            mask = one_block(device)
+        else:
             mask = torch_block_mask(call.mask, mask_mod, self._block_multiple)
         needs_lse = self.spec.needs_lse
         needs_maximum = "max_scores" in self.spec.aux
@@ -243,7 +244,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     score_mod: Callable[..., Tensor] | None,
-    block_mask: BlockMask | None,
+    block_mask: BlockMask,
     **settings: Any,
 ) -> Any:
     return flex_attention(query, key, value, score_mod, block_mask, **settings)
