@@ -10,12 +10,11 @@ from pathlib import Path
 
 from tests.registry.packages import install
 
-__all__ = ["EXAMPLE", "FLASH4", "ROOT", "TORCH_FLEX", "entry_points", "run_tests"]
+__all__ = ["EXAMPLE", "PLUGINS", "ROOT", "entry_points", "run_tests"]
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "plugins" / "example"
-FLASH4 = ROOT / "plugins" / "flash4"
-TORCH_FLEX = ROOT / "plugins" / "torch-flex"
+PLUGINS = ROOT / "plugins"
+EXAMPLE = PLUGINS / "example"
 
 
 def entry_points(plugin: Path) -> str:
