@@ -224,6 +224,31 @@ def test_what_is_at_dead_keys_reaches_nothing(dtype: torch.dtype, level: str) ->
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_non_finite_dout_reaches_its_row_and_the_keys_that_it_sees(
+    backend: str, dtype: torch.dtype, level: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(1, 2, size, 16, generator=generator).to(dtype).requires_grad_()
+        for size in (41, 53, 53)
+    ]
+    dout = torch.randn(1, 2, 41, 16, generator=generator).to(dtype)
+    dout[0, 0, 5, 3], dout[0, 1, 40, 2] = torch.inf, torch.nan
+    mask = anyflex.create_block_mask(window, None, None, 41, 53, BLOCK_SIZE=16)
+    out = anyflex.flex_attention(*leaves, None, mask, backend=backend)
+    dq, dk, dv = (each.isfinite() for each in torch.autograd.grad(out, leaves, dout))
+    wanted_dq, wanted_dk, wanted_dv = (torch.ones_like(each) for each in (dq, dk, dv))
+    for head, row, column in ((0, 5, 3), (1, 40, 2)):
+        seen = slice(max(0, row - 19), row + 20)
+        wanted_dq[0, head, row] = wanted_dk[0, head, seen] = False
+        wanted_dv[0, head, seen, column] = False
+    assert torch.equal(dq, wanted_dq)
+    assert torch.equal(dk, wanted_dk)
+    assert torch.equal(dv, wanted_dv)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [100, 256])
 def test_a_gradient_whose_terms_cancel_is_off_by_their_rounding_alone(
