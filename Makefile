@@ -184,7 +184,7 @@ docs-serve:
 
 wheels:
 	$(READY) test
-	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda ./backends/mps ./plugins/transformers
+	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda ./backends/mps ./plugins/transformers ./plugins/vllm
 
 clean:
 	rm -rf .venv .venv-torch dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from anyflex.cli.exit_codes import ExitCode
 __all__ = ["add_parser", "run"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_TAKEN = ("cpu", "cuda", "triton", "xpu", "mps", "example", "torch-flex", "flash4", "transformers")
+_TAKEN = tuple("cpu cuda triton xpu mps example torch-flex flash4 transformers vllm".split())
 """Names of this project's own distributions, without ``anyflex-``."""
 
 
