@@ -1,0 +1,277 @@
+"""Host side of a paged cache: lengths and pages of its sequences, without any tensor of keys.
+
+A slot is a sequence's number, stable for as long as it is open. Numbers of all slots lie in arrays
+that tensors share, so that a decode step costs a few operations and not a loop: only sequences
+that need a page are looked at one by one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.mods.factory_arguments import checked_int
+from anyflex.paging.page_owners import PageOwners
+from anyflex.paging.prefix_keys import page_key, root_key
+
+__all__ = ["Reserved", "Sequences"]
+
+_CLOSED = -1
+"""Room of a slot that isn't open: any step looks at it closer."""
+
+
+class Reserved(NamedTuple):
+    """Room for the new tokens of one step; tensors are [N] on the host.
+
+    Args:
+        slots: int64, in the order of the request.
+        counts: int32, new tokens of each sequence.
+        starts: int32, its length before.
+        lengths: int32, its length with the new tokens.
+        tokens: sum of the counts.
+        longest: largest of them.
+        copies: (from, to): pages to be copied before anything is written.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tokens: int
+    longest: int
+    copies: list[tuple[int, int]]
+
+
+class Sequences:
+    """Lengths and pages of all slots.
+
+    Attributes:
+        owners: of the pages.
+        changes: entries of the page table to be written: row * width + column -> page.
+    """
+
+    def __init__(self, slots: int, width: int, pages: int, page_size: int) -> None:
+        self.owners = PageOwners(pages)
+        self.changes: dict[int, int] = {}
+        self._width, self._page_size = width, page_size
+        self._idle = list(range(slots - 1, -1, -1))
+        self._pages: list[list[int] | None] = [None] * slots
+        # Keys of the pages that `commit` has seen, the root's first.
+        self._keys: list[list[bytes]] = [[] for _ in range(slots)]
+        self._lengths = array("i", [0]) * slots
+        # Length up to which a sequence can grow without a look at its pages.
+        self._rooms = array("i", [_CLOSED]) * slots
+        self._length_tensor = torch.frombuffer(self._lengths, dtype=torch.int32)
+        self._room_tensor = torch.frombuffer(self._rooms, dtype=torch.int32)
+
+    def length(self, slot: int) -> int:
+        """Return the number of tokens of an open sequence."""
+        self._opened("length", slot)
+        return self._lengths[slot]
+
+    def open(self, fork_of: int | None = None, length: int | None = None) -> int:
+        """Return a slot: empty, or with the first `length` tokens of another one."""
+        if fork_of is None:
+            if length is not None:
+                raise ArgumentError(
+                    f"open: length = {length} counts tokens of the sequence fork_of, and fork_of "
+                    "is None. Give both, or neither."
+                )
+            return self._new([], 0, [root_key(())])
+        source = self._opened("open: fork_of", fork_of)
+        whole = self._lengths[fork_of]
+        length = whole if length is None else checked_int("open: length", length, 0)
+        if length > whole:
+            raise ArgumentError(
+                f"open: length must be at most that of fork_of, {whole} tokens, got {length}."
+            )
+        pages = source[: -(-length // self._page_size)]
+        keys = self._keys[fork_of][: length // self._page_size + 1]
+        slot = self._new(pages, length, keys)
+        self._rooms[fork_of] = whole  # its last page may have another owner now
+        return slot
+
+    def prefix(self, tokens: Sequence[int], salt: Sequence[Any] = ()) -> tuple[int, int]:
+        """Open a sequence with the pages that hold the beginning of `tokens`.
+
+        Returns slot and number of tokens found, a multiple of the page size and smaller than
+        len(tokens): the last token must be fed in any case, for what it says comes next.
+        """
+        keys, pages, size = [root_key(salt)], [], self._page_size
+        for begin in range(0, (len(tokens) - 1) // size * size, size):
+            key = page_key(keys[-1], tokens[begin : begin + size])
+            page = self.owners.find(key)
+            if page is None:
+                break
+            keys.append(key)
+            pages.append(page)
+        found = len(pages) * size
+        return self._new(pages, found, keys), found
+
+    def commit(self, slot: int, tokens: Sequence[int]) -> None:
+        """Make the whole pages of a sequence findable by `prefix`."""
+        pages = self._opened("commit", slot)
+        length, size, keys = self._lengths[slot], self._page_size, self._keys[slot]
+        if len(tokens) < length:
+            raise ArgumentError(
+                f"commit: tokens must be all of the sequence, {length}, got {len(tokens)}."
+            )
+        for index in range(len(keys) - 1, length // size):
+            key = page_key(keys[-1], tokens[index * size : (index + 1) * size])
+            keys.append(key)
+            self.owners.register(pages[index], key)
+
+    def trim(self, slot: int, length: int) -> None:
+        """Forget what stands behind the first `length` tokens."""
+        pages = self._opened("trim", slot)
+        if checked_int("trim: length", length, 0) > self._lengths[slot]:
+            raise ArgumentError(
+                f"trim: length must be at most that of the sequence, {self._lengths[slot]}, got "
+                f"{length}. `step` makes sequences longer."
+            )
+        size = self._page_size
+        kept = -(-length // size)
+        # Backwards: of a prefix that is kept, the end is taken again before the beginning.
+        for page in reversed(pages[kept:]):
+            self.owners.drop(page)
+        del pages[kept:]
+        del self._keys[slot][length // size + 1 :]
+        self._lengths[slot] = self._rooms[slot] = length
+
+    def close(self, slot: int) -> None:
+        """Give a sequence's pages and slot back."""
+        self._opened("close", slot)
+        self.trim(slot, 0)
+        self._pages[slot], self._rooms[slot] = None, _CLOSED
+        self._idle.append(slot)
+
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> Reserved | None:
+        """Reserve room for [(slot, new tokens)]: all of it, or nothing and None."""
+        try:
+            by_slot = dict(wanted)
+            slots = torch.tensor([], dtype=torch.int64)
+            counts = torch.tensor([], dtype=torch.int32)
+            if by_slot:
+                slots = torch.frombuffer(array("q", by_slot), dtype=torch.int64)
+                counts = torch.frombuffer(array("i", by_slot.values()), dtype=torch.int32)
+            starts = self._length_tensor.index_select(0, slots)
+            rooms = self._room_tensor.index_select(0, slots)
+        except (TypeError, ValueError, OverflowError, IndexError, RuntimeError) as error:
+            self._refuse(wanted, error)
+        least, longest = torch.aminmax(counts) if by_slot else (counts.sum(), counts.sum())
+        longest = int(longest)
+        if len(by_slot) != len(wanted) or least < 0 or longest > self._width * self._page_size:
+            self._refuse(wanted)
+        lengths = starts + counts
+        closer = (lengths > rooms).nonzero().flatten().tolist()
+        copies: list[tuple[int, int]] = []
+        if closer:
+            slots_closer = [(slot, by_slot[slot]) for slot in slots[closer].tolist()]
+            if self._pages_needed(slots_closer) > self.owners.available:
+                return None
+            copies = self._give_pages(slots_closer)
+        self._length_tensor.index_copy_(0, slots, lengths)
+        return Reserved(slots, counts, starts, lengths, int(counts.sum()), longest, copies)
+
+    def _pages_needed(self, wanted: list[tuple[int, int]]) -> int:
+        """Number of pages that sequences need to grow, copies of shared ones included."""
+        size, needed = self._page_size, 0
+        writers: dict[int, int] = {}
+        for slot, count in wanted:
+            pages, length = self._opened("step", slot), self._lengths[slot]
+            if count == 0:
+                continue
+            if length + count > self._width * size:
+                raise ArgumentError(
+                    f"step: slot {slot} would have {length + count} tokens, and width "
+                    f"{self._width} holds {self._width * size} in pages of {size}. Make the cache "
+                    "wider, or close the sequence."
+                )
+            needed += -(-(length + count) // size) - len(pages)
+            if length % size:
+                writers[pages[-1]] = writers.get(pages[-1], 0) + 1
+        # The last owner that writes to a page keeps it.
+        owners = self.owners.owners
+        return needed + sum(min(n, owners[page] - 1) for page, n in writers.items())
+
+    def _give_pages(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Give sequences the pages that they need. Return pages to be copied, as (from, to)."""
+        size, owners, copies = self._page_size, self.owners, []
+        for slot, count in wanted:
+            if count == 0:
+                continue
+            pages, length = self._opened("step", slot), self._lengths[slot]
+            kept = len(pages)
+            if length % size:
+                last = pages[-1]
+                if owners.owners[last] > 1:
+                    pages[-1] = owners.take()
+                    owners.drop(last)
+                    copies.append((last, pages[-1]))
+                    kept -= 1
+                else:
+                    owners.forget(last)  # it may be findable, and is about to change
+            pages.extend([owners.take() for _ in range(-(-(length + count) // size) - len(pages))])
+            row = slot * self._width
+            self.changes.update(enumerate(pages[kept:], row + kept))
+            self._rooms[slot] = len(pages) * size
+        return copies
+
+    def _new(self, pages: list[int], length: int, keys: list[bytes]) -> int:
+        """Open a sequence that shares pages."""
+        if not self._idle:
+            raise ArgumentError(
+                f"all {len(self._pages)} slots are open: close a sequence, or make the cache with "
+                "more slots."
+            )
+        slot = self._idle.pop()
+        for page in pages:
+            self.owners.share(page)
+        self._pages[slot], self._keys[slot] = list(pages), keys
+        self._lengths[slot] = self._rooms[slot] = length
+        row = slot * self._width
+        self.changes.update(enumerate(pages, row))
+        return slot
+
+    def _opened(self, argument: str, slot: Any) -> list[int]:
+        """Return the pages of a slot, which must be open."""
+        checked_int(argument, slot)
+        pages = self._pages[slot] if 0 <= slot < len(self._pages) else None
+        if pages is None:
+            raise ArgumentError(
+                f"{argument}: slot {slot} is not open. `open` and `prefix` return slots that are, "
+                "until `close`."
+            )
+        return pages
+
+    def _refuse(self, wanted: Any, cause: BaseException | None = None) -> NoReturn:
+        """Name what is wrong with a step's request."""
+        if not isinstance(wanted, Sequence):
+            raise ArgumentTypeError(
+                f"step: wanted must be a list of (slot, new tokens), got {type(wanted).__name__}."
+            )
+        seen = set()
+        for pair in wanted:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ArgumentTypeError(
+                    f"step: wanted must hold (slot, new tokens), got {pair!r}."
+                )
+            slot, count = pair
+            self._opened("step", slot)
+            most = self._width * self._page_size
+            if checked_int("step: new tokens", count, 0) > most:
+                raise ArgumentError(
+                    f"step: new tokens must be at most {most}, what width {self._width} holds in "
+                    f"pages of {self._page_size}, got {count} for slot {slot}."
+                )
+            if slot in seen:
+                raise ArgumentError(
+                    f"step: slot {slot} is there twice. Ask for all of its new tokens at once."
+                )
+            seen.add(slot)
+        raise AssertionError("a step's request is in order") from cause
