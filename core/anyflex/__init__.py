@@ -28,6 +28,9 @@ from anyflex.errors import (
 )
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
+
+# Imported for its registration, as `mask_ops`.
+from anyflex.paging import append_op as _append_op  # noqa: F401
 from anyflex.process.version import VERSION
 
 # Imported for its registration: torch loses a cache bundle that holds an unknown type.

@@ -93,11 +93,11 @@ class Model:
             most = sum(1 - -count // SIZE for count in asked if count)
             assert most > self.sequences.owners.available
             return
-        assert reserved.slots.tolist() == slots
-        assert reserved.counts.tolist() == asked
+        assert reserved.request.slots.tolist() == slots
+        assert reserved.request.tokens.tolist() == asked
         assert reserved.starts.tolist() == [len(self.rows[slot]) for slot in slots]
         assert reserved.lengths.tolist() == [len(self.rows[slot]) + n for slot, n in wanted]
-        assert (reserved.tokens, reserved.longest) == (sum(asked), max(asked))
+        assert (reserved.request.total, reserved.request.longest) == (sum(asked), max(asked))
         for source, to in reserved.copies:
             self.happened["copied"] += 1
             self.memory[to] = list(self.memory[source])
@@ -217,6 +217,18 @@ def test_a_page_that_is_written_again_after_a_trim_is_no_longer_found() -> None:
     sequences.close(1)
     sequences.reserve([(slot, 1)])
     assert sequences.prefix([0, 1, 2, 3, 4])[1] == 0
+
+
+def test_a_request_that_was_changed_in_place_is_read_anew() -> None:
+    sequences = Sequences(2, 4, 8, 4)
+    slot = sequences.open()
+    wanted = [(slot, 2)]
+    first, again = sequences.reserve(wanted), sequences.reserve(wanted)
+    wanted[0] = (slot, 3)
+    changed = sequences.reserve(wanted)
+    assert first is not None and again is not None and changed is not None
+    assert first.request is again.request is not changed.request
+    assert [each.lengths.tolist() for each in (first, again, changed)] == [[2], [4], [7]]
 
 
 @pytest.mark.parametrize("way", ["trim", "fork"])

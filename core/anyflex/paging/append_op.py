@@ -1,0 +1,58 @@
+"""The static op that writes new keys and values into pages, and quantises them on the way.
+
+It mutates its pools and returns nothing; it reads no number on the host, so that a device graph
+may capture it. Importing this module defines the op and nothing else, for programs that were saved
+by another process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["append_op"]
+
+# torch.library is not annotated.
+_library: Any = torch.library.Library("anyflex", "FRAGMENT")  # type: ignore[no-untyped-call]
+# Pools are [P, Hkv, page, E] and [P, Hkv, page, Ev], any strides; scales, of pools in 8 bits,
+# float32 [P, Hkv, page]. key and value are [T, Hkv, E] and [T, Hkv, Ev]. places: int64 [T],
+# page * page size + row; a row whose place isn't in the pool is dropped. Two rows have one place
+# only if it isn't in the pool.
+_library.define(
+    "append_kv(Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!)? key_scale, "
+    "Tensor(d!)? value_scale, Tensor key, Tensor value, Tensor places) -> ()"
+)
+
+
+def _append(
+    key_pool: Tensor,
+    value_pool: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    places: Tensor,
+) -> None:
+    from anyflex.paging.append_rows import append_rows
+
+    append_rows(((key_pool, key_scale, key), (value_pool, value_scale, value)), places)
+
+
+def _fake_append(
+    key_pool: Tensor,
+    value_pool: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    places: Tensor,
+) -> None:
+    return None
+
+
+_library.impl("append_kv", _append, "CompositeExplicitAutograd")
+torch.library.register_fake("anyflex::append_kv", _fake_append, lib=_library)
+
+append_op = torch.ops.anyflex.append_kv.default

@@ -1,0 +1,37 @@
+"""How a cache stores keys and values: as they are, or in 8 bits with a scale for each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["STORAGES", "bytes_of", "quantised"]
+
+STORAGES: dict[str, torch.dtype | None] = {"plain": None, "int8": torch.int8}
+"""dtype of the stored numbers, by the storage's name; None is that of the keys."""
+if hasattr(torch, "float8_e4m3fn"):
+    STORAGES["fp8_e4m3"] = torch.float8_e4m3fn
+
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Scale of a row of zeros: nothing is divided by 0, and the row is read as zeros."""
+
+
+def quantised(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return rows [..., E] as numbers of `dtype`, and their scale, float32 [...], by which a row's
+    largest magnitude is the largest number that can be stored.
+
+    A row that holds a NaN or an infinity has such a scale, so all of it is read as non-finite.
+    """
+    largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+    wide = rows.float()
+    scale = (wide.abs().amax(-1) / largest).clamp(min=_SMALLEST_SCALE)
+    # Rounding may leave the quotient of the largest number just above it.
+    ratio = (wide / scale[..., None]).clamp(-largest, largest)
+    if dtype is torch.int8:
+        ratio = ratio.round().nan_to_num(0.0)  # converting NaN to an integer is undefined
+    return ratio.to(dtype), scale
+
+
+def bytes_of(pool: Tensor) -> Tensor:
+    """Return the pool, as bytes where its numbers have 8 bits: torch indexes no float8."""
+    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
