@@ -34,6 +34,7 @@ FILES = sorted([*PLUGINS.glob("*/src/**/*.py"), *PLUGINS.glob("*/tests/*.py")])
         pytest.param("flash4", (), True, id="flash4"),
         pytest.param("torch-flex", WITHOUT_KIT, False, id="torch-flex", marks=COMPILES),
         pytest.param("transformers", (), True, id="transformers", marks=HAS_TRANSFORMERS),
+        pytest.param("vllm", (), True, id="vllm"),  # what needs vLLM is skipped without it
     ],
 )
 def test_its_own_tests_pass(
