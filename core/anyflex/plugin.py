@@ -14,7 +14,8 @@ Names by subject, in the order in which a new backend meets them:
 
     what a backend is        Backend, Kernel, Capabilities, Option, Accepted, Rejected, Decision
     what is compiled         Spec, CapturedFacts, Artifacts, ProgressLine, CONTRACT_1_FIELDS
-    what a kernel is given   Call, Dropout, Outputs, Saved, GradInputs, Grads, TensorSpec
+    what a kernel is given   Call, PackedRows, Dropout, Outputs, Saved, GradInputs, Grads,
+                             TensorSpec
     block masks              MaskViews, FULL, PARTIAL
     mods                     ModGraph, Node, DTYPES, OPERATIONS, Lowering, simplify, differentiate,
                              Derivative, Scatter, evaluate, parse_graph
@@ -36,6 +37,7 @@ from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.dropout import Dropout
 from anyflex.contract.option import Option
+from anyflex.contract.packed_rows import PackedRows
 from anyflex.contract.spec import CapturedFacts, Spec
 
 # Contract 1 has these names here too, so plugins that import them keep working. `__all__` leaves
@@ -95,6 +97,7 @@ __all__ = [
     "Node",
     "Option",
     "Outputs",
+    "PackedRows",
     "ProgressLine",
     "Rejected",
     "Saved",

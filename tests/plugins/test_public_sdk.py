@@ -146,9 +146,7 @@ def test_reserved_fields_of_a_call_have_what_contract_1_gives_them() -> None:
     call = plugin.Call(tensor, tensor, tensor, None, (), (), (), 1.0)
     assert call.index_offsets == (0, 0, 0, 0)
     for name in (
-        "q_lengths",
-        "kv_lengths",
-        "page_table",
+        "packed",
         "k_scale",
         "v_scale",
         "dropout",

@@ -26,8 +26,10 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "af_tile": structs.Tile,
     "af_program": structs.Program,
     "af_runs": structs.Runs,
+    "af_pages": structs.Pages,
     "af_problem": structs.Problem,
     "af_forward_args": structs.ForwardArgs,
+    "af_packed_args": structs.PackedArgs,
     "af_backward_args": structs.BackwardArgs,
 }
 """The header's name -> class."""
@@ -83,6 +85,7 @@ def scalars(value: Any) -> Iterator[float]:
     [
         ((structs.TENSORS, structs.MODS), structs.Problem),
         ((structs.TENSORS, structs.MODS, structs.FORWARD), structs.ForwardArgs),
+        ((structs.TENSORS, structs.MODS, structs.FORWARD, structs.PACKED), structs.PackedArgs),
         ((structs.TENSORS, structs.MODS, structs.BACKWARD), structs.BackwardArgs),
     ],
 )

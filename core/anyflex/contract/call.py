@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.dropout import Dropout
+from anyflex.contract.packed_rows import PackedRows
 
 if TYPE_CHECKING:
     from anyflex.mask_structure.device_views import MaskViews
@@ -53,7 +54,8 @@ class Call:
             whose block masks' offsets have the same shape: a kernel may put there what follows
             from these. None for a call that no plan was made for.
         dropout: numbers that say which pairs are dropped, where ``Spec.dropout``; else None.
-        q_lengths, kv_lengths, page_table, k_scale, v_scale, sinks: reserved, None in contract 1.
+        packed: whose rows are whose, where ``Spec.q_layout`` is ``"packed"``; else None.
+        k_scale, v_scale, sinks: reserved, None in contract 1.
     """
 
     query: Tensor
@@ -68,11 +70,9 @@ class Call:
     mask_function: Callable[..., Tensor] | None = None
     kept: dict[object, Any] | None = field(default=None, repr=False)
     dropout: Dropout | None = None
+    packed: PackedRows | None = None
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: ClassVar[tuple[int, int, int, int]] = (0, 0, 0, 0)
-    q_lengths: ClassVar[None] = None
-    kv_lengths: ClassVar[None] = None
-    page_table: ClassVar[None] = None
     k_scale: ClassVar[None] = None
     v_scale: ClassVar[None] = None
     sinks: ClassVar[None] = None

@@ -79,8 +79,11 @@ class Spec:
         opaque: a mod could not be traced and is run through vmap: reference only.
         dropout: weights are dropped as ``Call.dropout`` says. The probability and the seed are
             run-time.
-        q_layout, kv_layout, page_size, index_map, kv_storage, sinks: reserved; contract 1 knows
-            their defaults only.
+        q_layout: ``"packed"`` where many sequences lie one after the other (``Call.packed``);
+            q_class is then that of the longest one. Such a call asks for no gradients.
+        kv_layout: of a packed call, ``"packed"`` or ``"paged"``.
+        page_size: rows of a page, 0 where there are none.
+        index_map, kv_storage, sinks: reserved; contract 1 knows their defaults only.
     """
 
     device_type: str
@@ -173,6 +176,7 @@ _SAID = {
     "block_size": "a block mask",
     "captured": "a mod that reads a captured tensor",
     "dropout": "attention dropout (dropout_p)",
+    "q_layout": "a call of packed sequences",
     "opaque": "a mod that could not be traced (it runs on the reference only)",
 }
 """Phrases for fields in refusals, where the value alone would tell a user nothing."""

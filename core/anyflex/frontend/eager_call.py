@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from anyflex.contract.call import Call
 from anyflex.contract.dropout import Dropout
+from anyflex.contract.packed_rows import PackedRows
 from anyflex.errors import (
     AnyflexError,
     ArgumentError,
@@ -24,6 +25,7 @@ from anyflex.frontend.autograd import FlexAttention
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.dropout_seed import draw_seed
 from anyflex.frontend.transforms import refuse_forward_mode
+from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mod_graph.dtypes import DTYPE_NAMES
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
@@ -37,13 +39,13 @@ from anyflex.tracing.trace import TracedMod, captured_name, trace_mod
 from anyflex.tracing.trace_cache import traced
 from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
 
-__all__ = ["gather", "run"]
+__all__ = ["NO_MOD", "gather", "inputs_of", "run"]
 
 STRIDED = torch.strided
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # `flex_attention` has refused functorch transforms already.
 _apply = apply_of(FlexAttention)
-_NO_MOD = TracedMod("", [], [], [], [])
+NO_MOD = TracedMod("", [], [], [], [])
 
 
 def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -101,25 +103,8 @@ def gather(checked: CheckedCall, seed: float = 0.0) -> Inputs:
     A tensor with torch's negative bit, whose memory holds the negatives of its elements, is copied
     here, before the call is planned; the copy is differentiable.
     """
-    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p = checked
-    if query.is_neg() or key.is_neg() or value.is_neg():
-        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
-    score, mask = _NO_MOD, _NO_MOD
-    score_function = mask_function = views = None
-    device = query.device
-    if score_mod is not None:
-        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-        try:
-            score = traced(score_mod, "score", dtype, device)
-        except ModTraceError as error:
-            if not error.pure:
-                raise
-            score, score_function = _opaque(score_mod, error, backend, device, dtype), score_mod
-        except AnyflexError:
-            raise
-        except Exception as error:
-            _add_note(error, score_mod)
-            raise
+    mask, mask_function, views = NO_MOD, None, None
+    block_mask, device = checked.block_mask, checked.query.device
     if block_mask is not None:
         # A mask elsewhere is moved with its captured tensors at its first call, and kept.
         views = block_mask.known_views
@@ -137,7 +122,46 @@ def gather(checked: CheckedCall, seed: float = 0.0) -> Inputs:
         else:
             mask_function = block_mask.opaque
             if mask_function is not None:
-                _allow_opaque("mask_mod", *_refusal(mask_function, device), backend)
+                _allow_opaque("mask_mod", *_refusal(mask_function, device), checked.backend)
+    return inputs_of(checked, mask, views, mask_function, seed)
+
+
+def inputs_of(
+    checked: CheckedCall,
+    mask: TracedMod,
+    views: MaskViews | None,
+    mask_function: Callable[..., Tensor] | None = None,
+    seed: float = 0.0,
+    packed: PackedRows | None = None,
+) -> Inputs:
+    """Trace the score mod and put the call together.
+
+    Args:
+        checked: its block mask is `mask` and `views` here.
+        mask: the traced mask mod, or `NO_MOD`.
+        mask_function: one that could not be traced.
+        seed: as for `gather`.
+        packed: the sequences of a packed call.
+    """
+    query, key, value, score_mod, _, scale, aux, options, backend, dropout_p = checked
+    if query.is_neg() or key.is_neg() or value.is_neg():
+        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+    score = NO_MOD
+    score_function = None
+    device = query.device
+    if score_mod is not None:
+        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+        try:
+            score = traced(score_mod, "score", dtype, device)
+        except ModTraceError as error:
+            if not error.pure:
+                raise
+            score, score_function = _opaque(score_mod, error, backend, device, dtype), score_mod
+        except AnyflexError:
+            raise
+        except Exception as error:
+            _add_note(error, score_mod)
+            raise
     captured = (*score.captured, *mask.captured)
     read = captured
     for tensor in read:
@@ -166,6 +190,7 @@ def gather(checked: CheckedCall, seed: float = 0.0) -> Inputs:
         score_function,
         mask_function,
         dropout=None if dropout_p == 0 else Dropout(dropout_p, seed),
+        packed=packed,
     )
     posed = None if stand_in.current is None else stand_in.posed_as(device)
     request = Request(
@@ -182,6 +207,7 @@ def gather(checked: CheckedCall, seed: float = 0.0) -> Inputs:
         NOTHING,
         fp32_precision(query.dtype, device.type if posed is None else posed[0]),
         dropout_p != 0,
+        "dense" if packed is None else "packed" if packed.page_table is None else "paged",
     )
     return Inputs(call, request, read, (score.names, mask.names))
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.create import create_block_mask
+from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.attention_sinks import with_sinks
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
+from anyflex.frontend.checked_call import CheckedCall
 from anyflex.packed.arguments import check_packed
+from anyflex.packed.own_layout import in_own_layout
 from anyflex.packed.packed import Step
 from anyflex.packed.pages import PageRows
 from anyflex.packed.row_tables import (
@@ -21,6 +24,7 @@ from anyflex.packed.row_tables import (
     relabelled_score,
     row_tables,
 )
+from anyflex.registry.freeze_options import freeze_options
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 from anyflex.tracing.trace_cache import traced
@@ -91,7 +95,27 @@ def flex_attention_packed(
         query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux
     )
     packed = step.packed
-    if packed.page_table is None:
+    paged = packed.page_table is not None
+    if k_scale is None and v_scale is None:
+        asked = CheckedCall(
+            query.transpose(0, 1)[None],
+            key if paged else key.transpose(0, 1)[None],
+            value if paged else value.transpose(0, 1)[None],
+            score_mod,
+            None,
+            query.shape[-1] ** -0.5 if scale is None else check_scale(scale, query.dtype),
+            aux._replace(lse=aux.lse or sinks is not None),
+            () if kernel_options is None else freeze_options(kernel_options),
+            backend,
+            0.0,
+        )
+        own = in_own_layout(asked, step, mask_mod, enable_gqa)
+        if own is not None:
+            found = own.out
+            if sinks is not None and own.lse is not None:
+                found = with_sinks(found, own.lse, sinks)
+            return _results(found, own.lse, own.max_scores, out, return_aux, aux)
+    if not paged:
         begins, keys = packed.kv_offsets[:-1], key.shape[0]
     else:
         form = key.shape[0], key.shape[2]
@@ -119,14 +143,26 @@ def flex_attention_packed(
     )
     if sinks is not None:
         found = with_sinks(found, more.lse, sinks)
+    return _results(found, more.lse, more.max_scores, out, return_aux, aux)
+
+
+def _results(
+    found: Tensor,
+    lse: Tensor | None,
+    max_scores: Tensor | None,
+    out: Tensor | None,
+    return_aux: AuxRequest | None,
+    aux: AuxRequest,
+) -> Any:
+    """Return what a dense call of one batch gave as the packed call's results."""
     found = found[0].transpose(0, 1)
     if out is not None:
         found = out.copy_(found)
     if return_aux is None:
         return found
     return found, AuxOutput(
-        more.lse[0].T if aux.lse else None,
-        more.max_scores[0].T if aux.max_scores else None,
+        lse[0].T if aux.lse and lse is not None else None,
+        max_scores[0].T if aux.max_scores and max_scores is not None else None,
     )
 
 

@@ -63,6 +63,7 @@ class Packed:
     Attributes:
         sequences: N.
         device: of the tensors.
+        table_rows: row of the page table that each sequence reads, or None: its own number.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming the argument; values are looked at on a CPU only.
@@ -118,7 +119,7 @@ class Packed:
         self.q_starts = self.kv_lengths - q_offsets.diff() if q_starts is None else q_starts
         self.sequences = q_offsets.shape[0] - 1
         self.device = q_offsets.device
-        self._table_rows = self.slots if slots is not None else None
+        self.table_rows = slots
         self._staged: StagedCopy | None = None
         self._changes = 0
         if self.device.type == "cpu" and not in_graph():

@@ -10,7 +10,7 @@ from anyflex.packed.packed import Packed
 from anyflex.registry.environment import check_indices
 from anyflex.tensors.dynamo_disabled import in_graph
 
-__all__ = ["PageRows"]
+__all__ = ["PageRows", "check_pages"]
 
 
 class PageRows:
@@ -38,11 +38,11 @@ class PageRows:
         inside = owner < packed.sequences
         owner = owner.clamp(max=max(packed.sequences - 1, 0))
         position = torch.where(inside, row - self.begins[owner], 0)
-        table_row = owner if packed._table_rows is None else packed._table_rows[owner].long()
+        table_row = owner if packed.table_rows is None else packed.table_rows[owner].long()
         page = (position // page_size).clamp(max=max(table.shape[1] - 1, 0))
         found = table[table_row.clamp(0, max(table.shape[0] - 1, 0)), page].long()
         if reads_values or (check_indices() and not in_graph()):
-            _check_pages(found[inside], pages)
+            _check(found[inside], pages)
         self._page = found.clamp(0, max(pages - 1, 0))
         self._at = (position % page_size).long()
         self._inside = inside
@@ -54,7 +54,7 @@ class PageRows:
         return torch.where(inside, rows, rows.new_zeros(()))
 
 
-def _check_pages(found: Tensor, pages: int) -> None:
+def _check(found: Tensor, pages: int) -> None:
     wrong = (found < 0) | (found >= pages)
     if bool(wrong.any()):
         raise ModIndexError(
@@ -62,3 +62,17 @@ def _check_pages(found: Tensor, pages: int) -> None:
             f"has the pages 0 to {pages - 1}",
             operation="page_table",
         )
+
+
+def check_pages(packed: Packed, pages: int, page_size: int) -> None:
+    """Check the page of each key that is read.
+
+    Raises:
+        ModIndexError: it is outside of the pool.
+    """
+    table = packed.page_table
+    assert table is not None
+    rows = table if packed.table_rows is None else table[packed.table_rows.long()]
+    rows = rows[: packed.sequences]
+    columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+    _check(rows[columns * page_size < packed.kv_lengths[:, None]], pages)

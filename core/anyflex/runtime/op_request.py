@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "read_request", "write_request"]
 
-VERSION = "anyflex-request-5"
+VERSION = "anyflex-request-6"
 
 
 class Request(NamedTuple):
@@ -35,6 +35,7 @@ class Request(NamedTuple):
         fp32_precision: `anyflex.tensors.tensor_facts.fp32_precision` when the request was
             written: both passes have it.
         dropout: weights are dropped; the probability and the seed are among the call's numbers.
+        kv_layout: ``"packed"`` or ``"paged"`` of a call of packed sequences, else ``"dense"``.
     """
 
     score: str
@@ -50,6 +51,7 @@ class Request(NamedTuple):
     saved_bytes: SavedBytes
     fp32_precision: str
     dropout: bool = False
+    kv_layout: str = "dense"
 
 
 def write_request(request: Request) -> str:

@@ -177,6 +177,12 @@ def plan_for(inputs: Inputs) -> Plan:
         else tuple([(t.dtype, t.dim()) for t in call.captured]),
         STATE.generation,
     )
+    if call.packed is not None:
+        # The number of rows changes with each step: what follows from it isn't worth keeping.
+        page_size = key.shape[2] if request.kv_layout == "paged" else 0
+        sizes = query.shape[3], value.shape[3], query.shape[1] // key.shape[1], page_size
+        packed_class = (facts, (*sizes, q_class(call.packed.max_q)))
+        return _plan_of_class(packed_class, inputs, bound, names)
     exactly = (
         facts,
         shapes,
@@ -249,6 +255,7 @@ def spec_for(inputs: Inputs) -> Spec:
 def _spec(inputs: Inputs, bound: Bound) -> Spec:
     call, request = inputs.call, inputs.request
     query, key, value, views = call.query, call.key, call.value, call.mask
+    packed = call.packed
     score_graph, mask_graph = _graphs(inputs, bound)
     captured = tuple(
         CapturedFacts(tensor.dtype, tensor.dim(), needed)
@@ -264,7 +271,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         head_dim=query.shape[3],
         value_head_dim=value.shape[3],
         gqa_ratio=query.shape[1] // key.shape[1],
-        kv_broadcast=key.shape[0] != query.shape[0],
+        kv_broadcast=packed is None and key.shape[0] != query.shape[0],
         score_graph=score_graph,
         mask_graph=mask_graph,
         mask_kind="none" if views is None else "runs",
@@ -278,11 +285,16 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         dlse=request.lse and any(request.gradients),
         determinism=determinism(),  # type: ignore[arg-type]
         fp32_precision=request.fp32_precision,
-        q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
+        q_class=q_class(  # type: ignore[arg-type]
+            query.shape[2] if packed is None else packed.max_q
+        ),
         alignment=(classes[0][0], classes[1][0], classes[2][0]),
         index_width=32 if all(narrow for _, narrow in classes) else 64,
         opaque=call.score_function is not None or call.mask_function is not None,
         dropout=request.dropout,
+        q_layout="dense" if packed is None else "packed",
+        kv_layout=request.kv_layout,  # type: ignore[arg-type]
+        page_size=key.shape[2] if request.kv_layout == "paged" else 0,
     )
 
 

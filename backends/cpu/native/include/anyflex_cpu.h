@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of a struct below; the Python side refuses another number.
-#define AF_ABI 5
+#define AF_ABI 6
 
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
 
@@ -114,6 +114,14 @@ typedef struct {
     int64_t count;           // n: what offsets say beyond it isn't read
 } af_runs;
 
+// Keys and values in pages: key i is row i % size of page ids[i / size]. An id outside of the pool is
+// taken for page 0.
+typedef struct {
+    const int32_t* ids;  // NULL: keys and values lie one after the other
+    int64_t size;        // rows of a page
+    int64_t count;       // pages of the pool
+} af_pages;
+
 // The arguments that forward, decode and backward share.
 typedef struct {
     int32_t dtype;  // af_dtype
@@ -145,6 +153,10 @@ typedef struct {
     uint32_t dropout_words[2];
     uint32_t dropout_threshold;
     float dropout_scale;
+    // One sequence of af_packed_args. Strides 0 of key and value are then from page to page, if
+    // pages.ids isn't NULL, and lse and max_scores have `packed_rows` rows a head. Else both are 0.
+    af_pages pages;
+    int64_t packed_rows;
 } af_problem;
 
 typedef struct {
@@ -156,6 +168,23 @@ typedef struct {
     void* workspace;
     int64_t workspace_bytes;
 } af_forward_args;
+
+// Forward of many sequences, whose query rows lie one after the other in one batch of `args`. Their
+// keys do so too, or lie in pages: key and value are then pools [pages, heads, page_size, dim].
+// Numbers that would lead outside of a tensor are bounded.
+typedef struct {
+    af_forward_args args;  // q_length and kv_length: of all sequences together
+    int64_t sequences;
+    const int32_t* q_offsets;   // [sequences + 1]: its query rows; rows of nobody get out 0
+    const int32_t* q_starts;    // position of a sequence's first query row
+    const int32_t* kv_lengths;
+    const int32_t* slots;       // what mods see as b
+    const int32_t* kv_offsets;  // [sequences]: its first key; NULL: keys are in pages
+    // Row table_rows[i] of the table, or i where table_rows is NULL, has the pages of sequence i.
+    const int32_t* page_table;
+    const int32_t* table_rows;
+    int64_t table_stride, table_width, table_height, page_size, pages;
+} af_packed_args;
 
 enum { AF_GRAD_DOUBLE = 1, AF_GRAD_OWNED = 2 };
 
@@ -210,6 +239,10 @@ AF_API void af_share_threads(void* parallel, void* thread_number);
 // all of them, and the owned ones.
 AF_API int64_t af_forward_workspace(const af_problem* problem);
 AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
+// The block mask of packed sequences has rows of blocks one sequence after the other, each in its
+// own coordinates. A workspace's size depends on the lengths.
+AF_API int64_t af_packed_workspace(const af_packed_args* args);
+AF_API int32_t af_packed_forward(const af_packed_args* args, af_error* error);
 AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements,
                                      int64_t owned_elements);
 AF_API int32_t af_backward(const af_backward_args* args, af_error* error);

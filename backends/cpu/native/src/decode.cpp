@@ -2,6 +2,8 @@
 //
 // Split-KV (Flash-Decoding, Dao et al., 2023): a job is a split of the keys of one unit; its
 // sums stay in a record, and the records of a unit are combined in their order.
+#include <algorithm>
+
 #include "decode_amx.h"
 #include "decode_in_order.h"
 #include "decode_panels.h"
@@ -34,6 +36,7 @@ struct decode_buffers {
 decode_buffers take_buffers(arena& memory, const af_problem& p, const decode_plan& d) {
     const int64_t panel_rows = round_up(d.rows, NR);
     decode_buffers b;
+    b.error = memory.take<af_error>(1);  // first: problems of all sizes have it in one place
     b.score = memory.take<float>(d.rows_padded * decode_ld);
     b.spare = memory.take<float>(d.rows_padded * decode_ld);
     b.live.live = memory.take<uint16_t>(d.rows_padded * decode_live_ld);
@@ -50,7 +53,6 @@ decode_buffers take_buffers(arena& memory, const af_problem& p, const decode_pla
     b.state.alpha = memory.take<float>(d.rows_padded);
     b.state.nan = memory.take<uint8_t>(d.rows_padded);
     b.scratch = memory.take<char>(scratch_bytes(p, false));
-    b.error = memory.take<af_error>(1);
     return b;
 }
 
@@ -119,60 +121,73 @@ void decode_live(const decode_run& run, const decode_buffers& b, const run_row& 
     t.in = live_columns_of<decode_columns>(b.live, 0, static_cast<int>(run.plan.rows), t.columns);
 }
 
-#if defined(__AMX_BF16__)
-// The values of some columns, which are read after their scores.
-stream_block values_next(const decode_run& run, const decode_tile& t, const tile_columns& c) {
-    const af_problem& p = *run.p;
-    const matrix value = matrix_of(p.value, AF_BF16, t.job.b, t.job.kv_head, t.span.begin);
-    return block_of(value, c.begin, c.stride(), 0, smaller(p.value_head_dim, value_dim_a_pass));
+// Rows of keys or values of the tile's head, as key_rows has them.
+template <int DTYPE>
+matrix tile_rows(const decode_run& run, const decode_tile& t, const af_tensor& tensor,
+                 int64_t first, int64_t at, int64_t* end) {
+    return key_rows(*run.p, tensor, DTYPE, t.job.b, t.job.kv_head, first, at, end);
 }
 
-// The keys of the next tile, which are read after this tile's values; this tile's own if the job
-// has no other.
-stream_block keys_next(const decode_run& run, const decode_tile& t, const tile_columns& c) {
-    const af_problem& p = *run.p;
-    const int64_t first = t.span.end < t.job.end ? t.span.end : t.span.begin;
-    const matrix key = matrix_of(p.key, AF_BF16, t.job.b, t.job.kv_head, first);
-    return block_of(key, 0, c.stride(), 0, p.head_dim);
+// Calls f(begin, end) for the tile's columns that are worth computing: in each call they are
+// neighbours in memory, as keys and as values.
+template <class F> void in_neighbours(const decode_run& run, const decode_tile& t, const F& f) {
+    const int64_t size = run.p->pages.ids ? run.p->pages.size : decode_columns;
+    const int64_t into = run.p->pages.ids ? t.span.begin % size : 0;  // rows into its page
+    for (int i = 0; i < t.in.parts; ++i) {
+        const int64_t end = smaller(t.in.part[i].end, t.columns);
+        for (int64_t begin = t.in.part[i].begin; begin < end;) {
+            const int64_t stop = smaller((into + begin) / size * size + size - into, end);
+            f(begin, stop);
+            begin = stop;
+        }
+    }
 }
+
+// Scores of columns [begin, end), which are neighbours; their values are read next.
+template <int DTYPE>
+void scores_of_columns(const decode_run& run, const decode_buffers& b, const decode_tile& t,
+                       int64_t begin, int64_t end, float* score) {
+    const af_problem& p = *run.p;
+    int64_t stop = end;
+    const matrix key = tile_rows<DTYPE>(run, t, p.key, t.span.begin, begin, &stop);
+    const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
+    const rows_ahead next = rows_ahead_of(value, p.value_head_dim);
+    const int rows = static_cast<int>(run.plan.rows);
+    if (run.plan.panels) {
+        panel_scores<DTYPE>(b.panels, rows, key, p.head_dim, next, begin, end, run.scale.stored,
+                            score, decode_ld);
+        return;
+    }
+#if defined(__AMX_BF16__)
+    if (DTYPE == AF_BF16 && b.query.tiles) {
+        const tile_columns columns = columns_for_tiles(begin, end);
+        const stream_block ahead = block_of(value, columns.begin, columns.stride(), 0,
+                                            smaller(p.value_head_dim, value_dim_a_pass));
+        score_tiles(b.query, rows, key, p.head_dim, columns, ahead, run.scale.stored, score,
+                    decode_ld);
+        begin = columns.end;
+    }
 #endif
+#if defined(__AVX512F__)
+    if (const int64_t n = columns_in_order(key, p.head_dim, begin, end)) {
+        with_width(p.head_dim, [&](auto width) {
+            scores_in_order<DTYPE, decltype(width)::value>(b.query, rows, key, begin, begin + n,
+                                                           run.scale.stored, score, decode_ld);
+        });
+        begin += n;
+    }
+#endif
+    decode_scores<DTYPE>(b.query, rows, key, p.head_dim, next, begin, end, run.scale.stored,
+                         score, decode_ld);
+}
 
 template <int DTYPE>
 void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                     float* score) {
     const af_problem& p = *run.p;
-    const matrix key = matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    const rows_ahead next = rows_ahead_of(
-        matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin), p.value_head_dim);
-    const int rows = static_cast<int>(run.plan.rows);
-    for (int i = 0; i < t.in.parts; ++i) {
-        int64_t begin = t.in.part[i].begin;
-        const int64_t end = smaller(t.in.part[i].end, t.columns);
-        if (run.plan.panels) {
-            panel_scores<DTYPE>(b.panels, rows, key, p.head_dim, next, begin, end,
-                                run.scale.stored, score, decode_ld);
-            continue;
-        }
-#if defined(__AMX_BF16__)
-        if (DTYPE == AF_BF16 && b.query.tiles) {
-            const tile_columns columns = columns_for_tiles(begin, end);
-            score_tiles(b.query, rows, key, p.head_dim, columns, values_next(run, t, columns),
-                        run.scale.stored, score, decode_ld);
-            begin = columns.end;
-        }
-#endif
-#if defined(__AVX512F__)
-        if (const int64_t n = columns_in_order(key, p.head_dim, begin, end)) {
-            with_width(p.head_dim, [&](auto width) {
-                scores_in_order<DTYPE, decltype(width)::value>(
-                    b.query, rows, key, begin, begin + n, run.scale.stored, score, decode_ld);
-            });
-            begin += n;
-        }
-#endif
-        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, next, begin, end, run.scale.stored,
-                             score, decode_ld);
-    }
+    in_neighbours(run, t, [&](int64_t begin, int64_t end) {
+        scores_of_columns<DTYPE>(run, b, t, begin, end, score);
+    });
     if (!p.score) return;
     for (int64_t head = 0; head < run.plan.heads; ++head) {
         af_tile tile = tile_of_head(run, b, t, head);
@@ -215,9 +230,10 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
     const decode_plan& d = run.plan;
     memcpy(b.out, b.before, d.rows * d.value_width * 4);
     scores_of_tile<DTYPE>(run, b, t, b.spare);
-    const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    for (int i = 0; i < t.in.parts; ++i)
-        for (int64_t c = t.in.part[i].begin; c < smaller(t.in.part[i].end, t.columns); ++c)
+    in_neighbours(run, t, [&](int64_t begin, int64_t end) {
+        int64_t stop = end;
+        const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
+        for (int64_t c = begin; c < end; ++c)
             for (int64_t r = 0; r < d.rows; ++r) {
                 const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
                 if (!(bits >> (c % 16) & 1) || b.spare[r * decode_ld + c] == -infinity) continue;
@@ -229,6 +245,7 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
                 add_row(value, c, p.value_head_dim, b.score[r * decode_ld + c],
                         b.out + r * d.value_width);
             }
+    });
 }
 
 // Prefetches the first values of a tile and the first keys of the next where rows are read in
@@ -238,7 +255,9 @@ void fetch_next([[maybe_unused]] const decode_run& run, [[maybe_unused]] const d
 #if defined(__AVX512F__)
     const af_problem& p = *run.p;
     const auto fetch = [&](const af_tensor& tensor, int64_t dim, int64_t begin, int64_t end) {
-        const matrix m = matrix_of(tensor, p.dtype, t.job.b, t.job.kv_head, begin);
+        int64_t neighbours = turn_in_order;
+        const matrix m =
+            key_rows(p, tensor, p.dtype, t.job.b, t.job.kv_head, begin, 0, &neighbours);
         if (columns_in_order(m, dim, begin, end) == 0) return;
         const rows_ahead rows = rows_ahead_of(m, dim);
         for (int64_t c = 0; c < turn_in_order; ++c) rows.fetch(c);
@@ -261,9 +280,50 @@ void softmax_of_tile(const decode_run& run, const decode_buffers& b, const decod
     }
 }
 
+// Adds the weighted values of columns [begin, end), which are neighbours. The keys of the next tile
+// are read afterwards; the last tile prefetches its own again, which are near: the next job may be
+// another thread's.
+template <int DTYPE>
+void values_of_columns(const decode_run& run, const decode_buffers& b, const decode_tile& t,
+                       int64_t begin, int64_t end) {
+    const af_problem& p = *run.p;
+    const decode_plan& d = run.plan;
+    const int64_t after = t.span.end < t.job.end ? t.span.end : t.span.begin;
+    int64_t stop = end;
+    const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
+    const matrix key = tile_rows<DTYPE>(run, t, p.key, after, begin, &stop);
+    const rows_ahead next = rows_ahead_of(key, p.head_dim);
+    const int rows = static_cast<int>(d.rows);
+    if (d.panels) {
+        panel_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,
+                            b.out, d.value_width);
+        return;
+    }
+#if defined(__AMX_BF16__)
+    if (DTYPE == AF_BF16 && b.values_on_tiles) {
+        const tile_columns columns = columns_for_tiles(begin, end);
+        const stream_block ahead = block_of(key, p.pages.ids ? columns.begin : 0,
+                                            columns.stride(), 0, p.head_dim);
+        value_tiles(b.score, decode_ld, rows, value, p.value_head_dim, columns, ahead,
+                    reinterpret_cast<uint32_t*>(b.spare), b.out, d.value_width);
+        begin = columns.end;
+    }
+#endif
+#if defined(__AVX512F__)
+    if (const int64_t n = columns_in_order(value, p.value_head_dim, begin, end)) {
+        with_width(p.value_head_dim, [&](auto width) {
+            values_in_order<DTYPE, decltype(width)::value>(b.score, decode_ld, rows, value, begin,
+                                                           begin + n, b.out);
+        });
+        begin += n;
+    }
+#endif
+    decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,
+                         b.out, d.value_width);
+}
+
 template <int DTYPE>
 void values_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
-    const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
     for (int64_t r = 0; r < d.rows; ++r) {
         const float alpha = b.state.alpha[r];
@@ -271,42 +331,9 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
             store(b.out + r * d.value_width + e, load(b.out + r * d.value_width + e) * alpha);
     }
     memcpy(b.before, b.out, d.rows * d.value_width * 4);
-    const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    // The last tile prefetches its own keys again, which are near: the next job may be another
-    // thread's.
-    const int64_t after = t.span.end < t.job.end ? t.span.end : t.span.begin;
-    const rows_ahead next = rows_ahead_of(
-        matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, after), p.head_dim);
-    const int rows = static_cast<int>(d.rows);
-    for (int i = 0; i < t.in.parts; ++i) {
-        int64_t begin = t.in.part[i].begin;
-        const int64_t end = smaller(t.in.part[i].end, t.columns);
-        if (d.panels) {
-            panel_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin,
-                                end, b.out, d.value_width);
-            continue;
-        }
-#if defined(__AMX_BF16__)
-        if (DTYPE == AF_BF16 && b.values_on_tiles) {
-            const tile_columns columns = columns_for_tiles(begin, end);
-            value_tiles(b.score, decode_ld, rows, value, p.value_head_dim, columns,
-                        keys_next(run, t, columns), reinterpret_cast<uint32_t*>(b.spare), b.out,
-                        d.value_width);
-            begin = columns.end;
-        }
-#endif
-#if defined(__AVX512F__)
-        if (const int64_t n = columns_in_order(value, p.value_head_dim, begin, end)) {
-            with_width(p.value_head_dim, [&](auto width) {
-                values_in_order<DTYPE, decltype(width)::value>(b.score, decode_ld, rows, value,
-                                                               begin, begin + n, b.out);
-            });
-            begin += n;
-        }
-#endif
-        decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,
-                             b.out, d.value_width);
-    }
+    in_neighbours(run, t, [&](int64_t begin, int64_t end) {
+        values_of_columns<DTYPE>(run, b, t, begin, end);
+    });
     if (!finite(b.out, d.rows * d.value_width)) careful_values<DTYPE>(run, b, t);
 }
 
@@ -374,8 +401,22 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     }
 }
 
+// Problems that run together. Their jobs, and their units, are counted through.
+struct decode_batch {
+    int64_t count;
+    decode_run* runs;
+    int64_t *first_job, *first_unit;  // [count + 1]
+
+    const decode_run& run_of(const int64_t* first, int64_t* index) const {
+        const int64_t i = std::upper_bound(first, first + count + 1, *index) - first - 1;
+        *index -= first[i];
+        return runs[i];
+    }
+};
+
 void decode_split_of(void* context, int64_t index, int thread) {
-    const decode_run& run = *static_cast<decode_run*>(context);
+    const decode_batch& batch = *static_cast<decode_batch*>(context);
+    const decode_run& run = batch.run_of(batch.first_job, &index);
     switch (run.p->dtype) {
         case AF_F32: return decode_split<AF_F32>(run, index, thread);
         case AF_BF16: return decode_split<AF_BF16>(run, index, thread);
@@ -385,7 +426,8 @@ void decode_split_of(void* context, int64_t index, int thread) {
 
 // Combines the records of a row, in their order, into its result. The first one is overwritten.
 void combine(void* context, int64_t unit, int) {
-    const decode_run& run = *static_cast<decode_run*>(context);
+    const decode_batch& batch = *static_cast<decode_batch*>(context);
+    const decode_run& run = batch.run_of(batch.first_unit, &unit);
     const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
     const decode_job job = decode_job_at(run, unit * d.splits);
@@ -411,45 +453,76 @@ void combine(void* context, int64_t unit, int) {
     }
 }
 
-int decode_threads(const af_problem& p) {
+double microseconds_of_decoding(const af_problem& p) {
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const double bytes = double(p.batch) * p.kv_heads * p.kv_length *
                          (p.head_dim + p.value_head_dim) * size;
     const double reads = bytes / 1e4;
     const double products = microseconds_of_products(p, has_tiles && p.dtype == AF_BF16);
-    return threads_worth(reads > products ? reads : products, p.threads);
+    return reads > products ? reads : products;
 }
 
-// Lays a workspace out; with a null base `memory.used` becomes its size.
-decode_run lay_out(const af_problem& p, int64_t heads, arena& memory) {
-    decode_run run;
-    run.p = &p;
-    run.plan = decode_plan_of(p, heads);
-    const decode_plan& d = run.plan;
-    run.records = memory.take<float>(d.units * d.splits * d.rows * d.record);
-    run.buffer_bytes = bytes_of([&](arena& one) { take_buffers(one, p, d); });
-    run.threads = memory.take<char>(p.threads * run.buffer_bytes);
-    return run;
+int64_t records_of(const decode_plan& d) { return d.units * d.splits * d.rows * d.record; }
+
+int64_t buffer_bytes_of(const af_problem& p, const decode_plan& d) {
+    return bytes_of([&](arena& one) { take_buffers(one, p, d); });
+}
+
+decode_batch take_batch(arena& memory, int64_t count) {
+    decode_batch batch;
+    batch.count = count;
+    batch.runs = memory.take<decode_run>(count);
+    batch.first_job = memory.take<int64_t>(count + 1);
+    batch.first_unit = memory.take<int64_t>(count + 1);
+    return batch;
 }
 
 }  // namespace
 
-int64_t decode_workspace(const af_problem& p) {
-    return bytes_of([&](arena& memory) { lay_out(p, p.q_heads / p.kv_heads, memory); });
+int64_t decode_workspace(int64_t count) {
+    return bytes_of([&](arena& memory) { take_batch(memory, count); });
 }
 
-int32_t decode(const af_forward_args& args, af_error* error) {
-    const af_problem& p = args.problem;
-    const bool alone = p.has_mask && p.runs.heads > 1;
-    arena memory = {static_cast<char*>(args.workspace), 0};
-    decode_run run = lay_out(p, alone ? 1 : p.q_heads / p.kv_heads, memory);
-    run.args = &args;
-    run.scale = scale_of(p);
-    clear_errors(run, p.threads);
-    const int threads = decode_threads(p);
-    af_parallel(run.plan.units * run.plan.splits, threads, decode_split_of, &run);
-    af_parallel(run.plan.units, run.plan.splits > 1 ? threads : 1, combine, &run);
-    return first_error(run, p.threads, error);
+int64_t decode_workspace_of(const af_problem& p, int64_t* buffers) {
+    // A unit of one head takes less.
+    const decode_plan d = decode_plan_of(p, p.q_heads / p.kv_heads);
+    *buffers = larger(*buffers, p.threads * buffer_bytes_of(p, d));
+    return bytes_of([&](arena& memory) { memory.take<float>(records_of(d)); });
+}
+
+int32_t decode(const af_forward_args* args, int64_t count, void* workspace, af_error* error) {
+    arena memory = {static_cast<char*>(workspace), 0};
+    decode_batch batch = take_batch(memory, count);
+    batch.first_job[0] = batch.first_unit[0] = 0;
+    double microseconds = 0;
+    int64_t buffer_bytes = 0;
+    bool splits = false;
+    for (int64_t i = 0; i < count; ++i) {
+        const af_problem& p = args[i].problem;
+        decode_run& run = batch.runs[i];
+        const bool alone = p.has_mask && p.runs.heads > 1;
+        run.args = args + i;
+        run.p = &p;
+        run.plan = decode_plan_of(p, alone ? 1 : p.q_heads / p.kv_heads);
+        run.scale = scale_of(p);
+        run.records = memory.take<float>(records_of(run.plan));
+        buffer_bytes = larger(buffer_bytes, buffer_bytes_of(p, run.plan));
+        batch.first_job[i + 1] = batch.first_job[i] + run.plan.units * run.plan.splits;
+        batch.first_unit[i + 1] = batch.first_unit[i] + run.plan.units;
+        microseconds += microseconds_of_decoding(p);
+        splits |= run.plan.splits > 1;
+    }
+    const int most = args[0].problem.threads;
+    char* buffers = memory.take<char>(most * buffer_bytes);
+    for (int64_t i = 0; i < count; ++i) {
+        batch.runs[i].threads = buffers;
+        batch.runs[i].buffer_bytes = buffer_bytes;
+    }
+    clear_errors(batch.runs[0], most);
+    const int threads = threads_worth(microseconds, most);
+    af_parallel(batch.first_job[count], threads, decode_split_of, &batch);
+    af_parallel(batch.first_unit[count], splits ? threads : 1, combine, &batch);
+    return first_error(batch.runs[0], most, error);
 }
 
 }  // namespace AF_LEVEL

@@ -23,8 +23,9 @@
     namespace space {                                               \
     int64_t forward_workspace(const af_problem&);                   \
     int32_t forward(const af_forward_args&, af_error*);             \
-    int64_t decode_workspace(const af_problem&);                    \
-    int32_t decode(const af_forward_args&, af_error*);              \
+    int64_t decode_workspace(int64_t);                              \
+    int64_t decode_workspace_of(const af_problem&, int64_t*);       \
+    int32_t decode(const af_forward_args*, int64_t, void*, af_error*); \
     int64_t backward_workspace(const af_problem&, int64_t, int64_t);  \
     int32_t backward(const af_backward_args&, af_error*);           \
     }
@@ -36,10 +37,10 @@
 // CMake. Of a level that isn't built the table has the name alone.
 #define AF_ENTRY_1(name, supported)                                                           \
     {#name, supported, af_##name::forward_workspace, af_##name::forward,                      \
-     af_##name::decode_workspace, af_##name::decode, af_##name::backward_workspace,           \
-     af_##name::backward, af_##name::interpret}
+     af_##name::decode_workspace, af_##name::decode_workspace_of, af_##name::decode,          \
+     af_##name::backward_workspace, af_##name::backward, af_##name::interpret}
 #define AF_ENTRY_0(name, supported) \
-    {#name, supported, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}
+    {#name, supported, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}
 #define AF_ENTRY_FOR(built) AF_ENTRY_##built
 #define AF_LEVEL_ENTRY(built, name, supported) AF_ENTRY_FOR(built)(name, supported)
 
@@ -172,18 +173,25 @@ std::atomic<const af_level*>& chosen() {
     return level;
 }
 
-const af_level& level() { return *chosen().load(std::memory_order_acquire); }
-
 bool has_rows(const af_problem& p) {
     return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
 }
 
-bool fits(const void* workspace, int64_t bytes, int64_t needed) {
-    return needed == 0 || (workspace && reinterpret_cast<uintptr_t>(workspace) % 64 == 0 &&
-                           bytes >= needed);
+int64_t workspace_of(const af_level& l, const af_problem& p) {
+    if (!af_is_decode(p)) return l.forward_workspace(p);
+    int64_t buffers = 0;
+    const int64_t own = l.decode_workspace_of(p, &buffers);
+    return l.decode_workspace(1) + own + buffers;
 }
 
 }  // namespace
+
+const af_level& af_chosen_level() { return *chosen().load(std::memory_order_acquire); }
+
+bool af_fits(const void* workspace, int64_t bytes, int64_t needed) {
+    return needed == 0 || (workspace && reinterpret_cast<uintptr_t>(workspace) % 64 == 0 &&
+                           bytes >= needed);
+}
 
 bool af_is_decode(const af_problem& p) {
     // The rows lie in one row of blocks. Up to `most` rows, packing keys costs more than it saves:
@@ -226,7 +234,7 @@ const char* af_isa_left_out(void) {
     return names.c_str();
 }
 
-const char* af_isa(void) { return level().name; }
+const char* af_isa(void) { return af_chosen_level().name; }
 
 int32_t af_set_isa(const char* name) {
     for (const af_level* each : here()) {
@@ -239,33 +247,31 @@ int32_t af_set_isa(const char* name) {
 
 int64_t af_forward_workspace(const af_problem* problem) {
     if (!has_rows(*problem)) return 0;
-    return af_is_decode(*problem) ? level().decode_workspace(*problem)
-                                  : level().forward_workspace(*problem);
+    return workspace_of(af_chosen_level(), *problem);
 }
 
 int32_t af_forward(const af_forward_args* args, af_error* error) {
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
     if (!has_rows(p)) return AF_OK;
-    const bool decode = af_is_decode(p);
-    const af_level& l = level();
-    const int64_t needed = decode ? l.decode_workspace(p) : l.forward_workspace(p);
-    if (!fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
-    return decode ? l.decode(*args, error) : l.forward(*args, error);
+    const af_level& l = af_chosen_level();
+    const int64_t needed = workspace_of(l, p);
+    if (!af_fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
+    return af_is_decode(p) ? l.decode(args, 1, args->workspace, error) : l.forward(*args, error);
 }
 
 int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements,
                               int64_t owned_elements) {
-    return level().backward_workspace(*problem, captured_elements, owned_elements);
+    return af_chosen_level().backward_workspace(*problem, captured_elements, owned_elements);
 }
 
 int32_t af_backward(const af_backward_args* args, af_error* error) {
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
-    const int64_t needed = level().backward_workspace(
+    const int64_t needed = af_chosen_level().backward_workspace(
         p, af_captured_elements(*args, 0), af_captured_elements(*args, AF_GRAD_OWNED));
-    if (!fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
-    return level().backward(*args, error);
+    if (!af_fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
+    return af_chosen_level().backward(*args, error);
 }
 
 const char* af_forward_variant(const af_problem* problem) {
@@ -285,7 +291,7 @@ int64_t af_program_scratch(const void* code) {
 }
 
 void af_interpret(const af_program* program, const af_tile* tile) {
-    level().interpret(program, tile);
+    af_chosen_level().interpret(program, tile);
 }
 
 void af_find_read_outside(const af_program* program, const af_tile* tile) {

@@ -16,7 +16,8 @@ static void finish_row(const af_forward_args& args, const score_scale& scale, in
                        int64_t h, int64_t q, const row_sums& row) {
     const af_problem& p = args.problem;
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
-    const int64_t index = (b * p.q_heads + h) * p.q_length + q;
+    const int64_t rows = p.packed_rows ? p.packed_rows : p.q_length;
+    const int64_t index = (b * p.q_heads + h) * rows + q;
     const float kept = p.dropout_threshold != 0 ? p.dropout_scale : 1.0f;
     const float inverse = row.row_sum == 0.0f ? 0.0f : kept / row.row_sum;
     if (p.value_head_dim > 0) {

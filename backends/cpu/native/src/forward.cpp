@@ -13,8 +13,28 @@
 namespace AF_LEVEL {
 namespace {
 
+// Rows [first, first + n) of keys or values, copied to `rows` where they are in pages.
+matrix chunk_rows(const forward_run& run, const af_tensor& tensor, int64_t dim, int64_t b,
+                  int64_t h, int64_t first, int64_t n, char* rows) {
+    const af_problem& p = *run.p;
+    if (!p.pages.ids) return matrix_of(tensor, p.dtype, b, h, first);
+    const matrix copied = {rows, dim, 1, p.dtype};
+    const int64_t size = p.dtype == AF_F32 ? 4 : 2;
+    for (int64_t at = 0; at < n;) {
+        int64_t end = n;
+        const matrix page = key_rows(p, tensor, p.dtype, b, h, first, at, &end);
+        for (; at < end; ++at) {
+            char* to = rows + at * dim * size;
+            if (page.col == 1) memcpy(to, address(page, at, 0), dim * size);
+            for (int64_t d = 0; page.col != 1 && d < dim; ++d)
+                memcpy(to + d * size, address(page, at, d), size);
+        }
+    }
+    return copied;
+}
+
 // One chunk of keys of one head: both operands.
-void pack_keys(const forward_run& run, int64_t unit, int64_t first) {
+void pack_keys(const forward_run& run, int64_t unit, int64_t first, char* rows) {
     const af_problem& p = *run.p;
     const forward_plan& f = run.plan;
     const packed_head to = run.head_at(unit);
@@ -22,33 +42,34 @@ void pack_keys(const forward_run& run, int64_t unit, int64_t first) {
     const int64_t h = (run.first_unit + unit) % p.kv_heads;
     const int64_t n = smaller(pack_chunk, p.kv_length - first);
     const int64_t columns = smaller(pack_chunk, f.keys - first);
-    const matrix key = matrix_of(p.key, p.dtype, b, h, first);
-    const matrix value = matrix_of(p.value, p.dtype, b, h, first);
-    if (f.pairs) {
+    const matrix key = chunk_rows(run, p.key, p.head_dim, b, h, first, n, rows);
+    if (f.pairs)
         pack_transposed_pairs(key, n, p.head_dim, f.k, columns,
                               reinterpret_cast<uint32_t*>(to.key) + first * f.k / 2);
+    else
+        pack_transposed(key, n, p.head_dim, columns,
+                        reinterpret_cast<float*>(to.key) + first * f.k);
+    const matrix value = chunk_rows(run, p.value, p.value_head_dim, b, h, first, n, rows);
+    if (f.pairs)
         pack_straight_pairs(value, n, columns, p.value_head_dim,
                             reinterpret_cast<uint32_t*>(to.value) + first / 2 * NR,
                             f.keys / 2 * NR, to.nonfinite + first);
-    } else {
-        pack_transposed(key, n, p.head_dim, columns,
-                        reinterpret_cast<float*>(to.key) + first * f.k);
+    else
         pack_straight(value, n, columns, p.value_head_dim,
                       reinterpret_cast<float*>(to.value) + first * NR, f.keys * NR,
                       to.nonfinite + first);
-    }
 }
 
 // Packs a unit just before it is used, together with the other threads that need it now. Most
 // often this thread packs alone, and its cache then has the unit. Returns when all of it is
 // packed.
-void pack(const forward_run& run, int64_t unit) {
+void pack(const forward_run& run, int64_t unit, char* rows) {
     packing& p = run.packings[unit];
     if (__atomic_load_n(&p.done, __ATOMIC_ACQUIRE) == run.chunks) return;
     for (;;) {
         const int64_t chunk = __atomic_fetch_add(&p.taken, 1, __ATOMIC_RELAXED);
         if (chunk >= run.chunks) break;
-        pack_keys(run, unit, chunk * pack_chunk);
+        pack_keys(run, unit, chunk * pack_chunk, rows);
         __atomic_fetch_add(&p.done, 1, __ATOMIC_RELEASE);
     }
     for (int turn = 0; __atomic_load_n(&p.done, __ATOMIC_ACQUIRE) < run.chunks; ++turn)
@@ -138,9 +159,9 @@ void run_job(const forward_run& run, int64_t index, int thread) {
     t.job = job_of(p, f, run.first_unit + unit, run.order[index]);
     const int rows = t.job.rows;
     if (rows <= 0) return;
-    pack(run, unit);
-    t.head = run.head_at(unit);
     const forward_buffers b = run.buffers_of(thread);
+    pack(run, unit, b.page_rows);
+    t.head = run.head_at(unit);
     const subnormal_results flushed(false);
 
     const int64_t rows_padded = round_up(rows, strip_rows);

@@ -26,6 +26,7 @@ struct forward_buffers {
     char* query;
     float* out;  // [q_rows][value_width]
     softmax_state state;  // alpha is a strip's own
+    char* page_rows;      // [pack_chunk] rows of keys or values that lie in pages
     char* scratch;
     af_error* error;
 };
@@ -46,6 +47,9 @@ inline forward_buffers take_buffers(arena& memory, const af_problem& p, const fo
     b.state.row_max = memory.take<float>(f.q_rows);
     b.state.alpha = nullptr;
     b.state.nan = memory.take<uint8_t>(f.q_rows);
+    const int64_t widest = larger(p.head_dim, p.value_head_dim);
+    b.page_rows =
+        memory.take<char>(p.pages.ids ? pack_chunk * widest * (p.dtype == AF_F32 ? 4 : 2) : 0);
     b.scratch = memory.take<char>(scratch_bytes(p, false));
     b.error = memory.take<af_error>(1);
     return b;

@@ -9,8 +9,11 @@ struct af_level {
     bool (*supported)();  // by processor and operating system; baseline code
     int64_t (*forward_workspace)(const af_problem&);
     int32_t (*forward)(const af_forward_args&, af_error*);
-    int64_t (*decode_workspace)(const af_problem&);
-    int32_t (*decode)(const af_forward_args&, af_error*);
+    // Decoding takes several problems at once, of one number of threads, in a workspace of
+    // decode_workspace(count), decode_workspace_of of each, and the buffers that the latter finds.
+    int64_t (*decode_workspace)(int64_t count);
+    int64_t (*decode_workspace_of)(const af_problem&, int64_t* buffers);
+    int32_t (*decode)(const af_forward_args*, int64_t count, void* workspace, af_error*);
     int64_t (*backward_workspace)(const af_problem&, int64_t captured_elements,
                                   int64_t owned_elements);
     int32_t (*backward)(const af_backward_args&, af_error*);
@@ -25,6 +28,12 @@ static inline int64_t af_captured_elements(const af_backward_args& args, int32_t
             elements += args.captured_grad_elements[i];
     return elements;
 }
+
+// The level in use.
+const af_level& af_chosen_level();
+
+// True if a workspace of `bytes` is aligned and has the bytes that are needed.
+bool af_fits(const void* workspace, int64_t bytes, int64_t needed);
 
 // True if decode, not forward, takes this problem. The same for every level.
 bool af_is_decode(const af_problem& problem);

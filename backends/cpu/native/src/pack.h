@@ -40,6 +40,20 @@ AF_INLINE matrix matrix_of(const af_tensor& t, int32_t dtype, int64_t b, int64_t
     return m;
 }
 
+// Rows of (b, h) of keys or values, counted from key `first` on, where they lie in memory; what is
+// returned holds for rows [at, *end), and *end is reduced to those that are neighbours.
+AF_INLINE matrix key_rows(const af_problem& p, const af_tensor& t, int32_t dtype, int64_t b,
+                          int64_t h, int64_t first, int64_t at, int64_t* end) {
+    if (!p.pages.ids) return matrix_of(t, dtype, b, h, first);
+    const int64_t size = p.pages.size, last = (p.kv_length - 1) / size;
+    const int64_t page = (first + at) / size < last ? (first + at) / size : last;
+    const int64_t id = p.pages.ids[page], left = (page + 1) * size - first;
+    if (left < *end) *end = left;
+    matrix m = matrix_of(t, dtype, id < 0 || id >= p.pages.count ? 0 : id, h, 0);
+    m.data = address(m, first - page * size, 0);
+    return m;
+}
+
 // VL elements at p as floats.
 AF_INLINE vf as_floats(const char* p, int32_t dtype) {
     if (dtype == AF_F32) return load(reinterpret_cast<const float*>(p));

@@ -14,12 +14,12 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from anyflex.plugin import Call, Dropout, MaskViews, Spec
+from anyflex.plugin import Call, Dropout, MaskViews, PackedRows, Spec
 from anyflex_cpu import structs
 from anyflex_cpu.index_ranges import LIMITS
 from anyflex_cpu.programs import Programs, number_slots
 
-__all__ = ["Arguments", "Block", "shared_values", "tensor_values"]
+__all__ = ["Arguments", "Block", "packed_values", "shared_values", "tensor_values"]
 
 _pack_tensors = structs.TENSORS.packer.pack_into
 _pack_mods = structs.MODS.packer.pack_into
@@ -28,6 +28,7 @@ _TABLE_AT = ctypes.sizeof(structs.BackwardArgs)
 _NO_RUNS = (0, 0, 0, 0, 0, 0)
 _NO_OFFSETS = (0, 0, 0, 0)
 _NO_DROPOUT = (0, 0, 0, 1.0)
+_NOT_PACKED = (0, 0, 0, 0)
 
 
 class Block:
@@ -156,6 +157,7 @@ class Arguments:
             or heads > LIMITS.heads
             or length > LIMITS.length
             or kv_length > LIMITS.length
+            or (call.packed is not None and _may_be_wide(call.packed))
         )
         if self.reads:
             entries: list[object] = []
@@ -208,6 +210,7 @@ class Arguments:
                 if dropout is None
                 else (*dropout.words, dropout.threshold, dropout.scale)
             ),
+            *_NOT_PACKED,
         )
 
     def write_gradients(self, targets: Sequence[Tensor | None], block: Block) -> None:
@@ -221,6 +224,33 @@ class Arguments:
         ]
         at = self.end - self._grads.size
         self._grads.pack_into(block.memory, at, *addresses, *sizes, *kinds)
+
+
+def _may_be_wide(packed: PackedRows) -> bool:
+    """Whether a sequence may have indices outside of `LIMITS`."""
+    lowest, highest = packed.lowest, packed.highest
+    return lowest is None or highest is None or lowest < 0 or highest >= LIMITS.heads
+
+
+def packed_values(call: Call) -> tuple[int, ...]:
+    """Return the values of `structs.PACKED`."""
+    packed = call.packed
+    assert packed is not None
+    tensors = packed.q_offsets, packed.q_starts, packed.kv_lengths, packed.slots
+    table = packed.page_table
+    sizes = (0, 0, 0, 0, 0)
+    if table is not None:
+        pages, _, page_size, _ = call.key.shape
+        sizes = (table.stride(0), table.shape[1], table.shape[0], page_size, pages)
+    return (
+        packed.q_starts.shape[0],
+        *(tensor.data_ptr() for tensor in tensors),
+        *(
+            0 if tensor is None else tensor.data_ptr()
+            for tensor in (packed.kv_offsets, table, packed.table_rows)
+        ),
+        *sizes,
+    )
 
 
 def tensor_values(tensor: Tensor) -> tuple[int, ...]:

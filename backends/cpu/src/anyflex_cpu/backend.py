@@ -45,7 +45,7 @@ class CpuBackend(Backend):
         captured_dtypes=frozenset(DTYPES.values()),
         deterministic=True,
         operations=frozenset(OPERATIONS),
-        known_fields=CONTRACT_1_FIELDS | {"dropout"},
+        known_fields=CONTRACT_1_FIELDS | {"dropout", "q_layout", "kv_layout", "page_size"},
     )
     options: ClassVar[Mapping[str, Option]] = {
         "mods": Option(
@@ -120,13 +120,14 @@ class CpuBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Compile the spec's mods, or assemble them for the interpreter."""
-        from anyflex_cpu.kernel import CpuKernel
+        from anyflex_cpu.kernel import CpuKernel, PackedKernel
         from anyflex_cpu.programs import Programs
 
         loaded = library.load()
         # A spec holds those options that the user gave.
         mods = str(dict(spec.options).get("mods", "auto"))
-        return CpuKernel(spec, loaded, Programs(spec, loaded, artifacts, mods))
+        kernel = CpuKernel if spec.q_layout == "dense" else PackedKernel
+        return kernel(spec, loaded, Programs(spec, loaded, artifacts, mods))
 
 
 def _left_out() -> tuple[str, ...]:

@@ -14,17 +14,19 @@ __all__ = ["LIMITS", "WIDE_LIMITS", "Limits", "fits_int32", "ranges"]
 
 
 class Limits(NamedTuple):
-    """Upper bounds that a call must keep to: b, h below the first and q_idx, kv_idx below the
-    second, offsets included, and captured tensors' last element within the third, in elements from
-    the first."""
+    """Bounds that a call must keep to: b, h below the first and q_idx, kv_idx below the second,
+    offsets included, captured tensors' last element within the third, in elements from the first,
+    and no index below the last."""
 
     heads: int
     length: int
     captured: int
+    lowest: int = 0
 
 
 LIMITS = Limits(1 << 16, 1 << 24, 1 << 31)
-WIDE_LIMITS = Limits(1 << 62, 1 << 62, 1 << 62)
+# The first position of a packed sequence may be negative.
+WIDE_LIMITS = Limits(1 << 62, 1 << 62, 1 << 62, -(1 << 62))
 
 _PAST = 1 << 10
 """Lanes past the last column see indices up to this much higher."""
@@ -36,7 +38,7 @@ def fits_int32(found: IntegerRange | None) -> bool:
 
 def ranges(nodes: Sequence[Node], limits: Limits) -> list[IntegerRange | None]:
     """Return each node's range; None where it isn't known, and for other types than integers."""
-    heads = IntegerRange(0, limits.heads - 1)
-    length = IntegerRange(0, limits.length - 1 + _PAST)
+    heads = IntegerRange(limits.lowest, limits.heads - 1)
+    length = IntegerRange(limits.lowest, limits.length - 1 + _PAST)
     inputs = {"b": heads, "h": heads, "q_idx": length, "kv_idx": length}
     return integer_ranges(nodes, inputs)

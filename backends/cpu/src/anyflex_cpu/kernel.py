@@ -21,11 +21,11 @@ from anyflex.plugin import (
     TensorSpec,
 )
 from anyflex_cpu import structs
-from anyflex_cpu.arguments import Arguments, Block, tensor_values
+from anyflex_cpu.arguments import Arguments, Block, packed_values, tensor_values
 from anyflex_cpu.library import Library
 from anyflex_cpu.programs import Programs
 
-__all__ = ["CpuKernel"]
+__all__ = ["CpuKernel", "PackedKernel"]
 
 _pack_forward = structs.FORWARD.packer.pack_into
 _pack_backward = structs.BACKWARD.packer.pack_into
@@ -39,6 +39,10 @@ _SIZES_KEPT = 1024
 _ALIGNMENT = 64
 """Alignment of the workspace in bytes. torch's own memory has it, but the contract doesn't promise
 it."""
+
+
+_pack_packed = structs.PACKED.packer.pack_into
+_PACKED_AT = structs.PACKED.offset
 
 
 class CpuKernel(Kernel):
@@ -140,13 +144,17 @@ class CpuKernel(Kernel):
                 address,
                 begin + workspace.numel() - address,
             )
-            status = self.library.forward(block.address, block.error_address)
+            status = self._run(block, call)
             if status != _TOO_SMALL:
                 break
             workspace = self._larger(workspace, call, "forward", threads)
         if status:
             _raise(status, block.error, call)
         self._blocks.append(block)
+
+    def _run(self, block: Block, call: Call) -> int:
+        """Run forward with what `block` holds."""
+        return self.library.forward(block.address, block.error_address)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
@@ -203,6 +211,35 @@ class CpuKernel(Kernel):
                 f"{workspace.numel()} too few"
             )
         return torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
+
+
+class PackedKernel(CpuKernel):
+    """A spec of packed sequences."""
+
+    def describe(self, call: Call) -> str:
+        pages = f" in pages of {self.spec.page_size}" if self.spec.page_size else ""
+        return f"packed{pages} {super().describe(call).partition(' ')[2]}"
+
+    def workspace(
+        self, call: Call, direction: Literal["forward", "backward"]
+    ) -> tuple[TensorSpec, ...]:
+        """One tensor of bytes, whose size follows from the sequences' lengths too."""
+        size = self._workspace_bytes(call, direction, torch.get_num_threads(), (0, 0))
+        return (TensorSpec((size + _ALIGNMENT,), torch.uint8),)
+
+    def _workspace_bytes(
+        self, call: Call, direction: str, threads: int, learned: tuple[int, int]
+    ) -> int:
+        block = self._block()
+        self.arguments.write_problem(call, threads, block)
+        _pack_packed(block.memory, _PACKED_AT, *packed_values(call))
+        size = self.library.packed_workspace(block.address)
+        self._blocks.append(block)
+        return size
+
+    def _run(self, block: Block, call: Call) -> int:
+        _pack_packed(block.memory, _PACKED_AT, *packed_values(call))
+        return self.library.packed_forward(block.address, block.error_address)
 
 
 def _raise(status: int, error: structs.Error, call: Call) -> None:

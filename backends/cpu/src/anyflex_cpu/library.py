@@ -73,6 +73,10 @@ class Library:
             )
         addresses = (ctypes.c_void_p, ctypes.c_void_p)
         self.forward = self._function("af_forward", ctypes.c_int32, *addresses)
+        self.packed_forward = self._function("af_packed_forward", ctypes.c_int32, *addresses)
+        self.packed_workspace = self._function(
+            "af_packed_workspace", ctypes.c_int64, ctypes.c_void_p
+        )
         self.backward = self._function("af_backward", ctypes.c_int32, *addresses)
         self.forward_workspace = self._function(
             "af_forward_workspace", ctypes.c_int64, ctypes.c_void_p

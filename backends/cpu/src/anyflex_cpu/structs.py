@@ -24,6 +24,7 @@ __all__ = [
     "GRAD_DOUBLE",
     "GRAD_OWNED",
     "MODS",
+    "PACKED",
     "TENSORS",
     "TYPE_CODES",
     "BackwardArgs",
@@ -31,6 +32,8 @@ __all__ = [
     "Error",
     "ForwardArgs",
     "ModInputs",
+    "PackedArgs",
+    "Pages",
     "Part",
     "Problem",
     "Program",
@@ -39,7 +42,7 @@ __all__ = [
     "Tile",
 ]
 
-ABI = 5
+ABI = 6
 """ABI version of the header that this file was written for: its AF_ABI."""
 
 GRAD_DOUBLE, GRAD_OWNED = 1, 2
@@ -105,6 +108,12 @@ class Runs(ctypes.Structure):
     _fields_ = _fields((c_void_p, "offsets runs"), (c_int64, "batch heads blocks count"))
 
 
+class Pages(ctypes.Structure):
+    """af_pages."""
+
+    _fields_ = _fields((c_void_p, "ids"), (c_int64, "size count"))
+
+
 class Problem(ctypes.Structure):
     """af_problem."""
 
@@ -121,6 +130,8 @@ class Problem(ctypes.Structure):
         (c_uint32 * 2, "dropout_words"),
         (c_uint32, "dropout_threshold"),
         (c_float, "dropout_scale"),
+        (Pages, "pages"),
+        (c_int64, "packed_rows"),
     )
 
 
@@ -132,6 +143,17 @@ class ForwardArgs(ctypes.Structure):
         (Tensor, "out"),
         (c_void_p, "lse max_scores unrounded_out workspace"),
         (c_int64, "workspace_bytes"),
+    )
+
+
+class PackedArgs(ctypes.Structure):
+    """af_packed_args."""
+
+    _fields_ = _fields(
+        (ForwardArgs, "args"),
+        (c_int64, "sequences"),
+        (c_void_p, "q_offsets q_starts kv_lengths slots kv_offsets page_table table_rows"),
+        (c_int64, "table_stride table_width table_height page_size pages"),
     )
 
 
@@ -200,5 +222,7 @@ MODS = Part(Problem, "has_mask")
 """Fields of af_problem that are the same for all calls without mask and mods."""
 FORWARD = Part(ForwardArgs, "out")
 """af_forward_args after its problem."""
+PACKED = Part(PackedArgs, "sequences")
+"""af_packed_args after its arguments of forward."""
 BACKWARD = Part(BackwardArgs, "out")
 """af_backward_args after its problem."""

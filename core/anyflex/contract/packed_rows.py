@@ -1,0 +1,48 @@
+"""PackedRows: whose rows are whose in a call of packed sequences."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["PackedRows"]
+
+
+class PackedRows(NamedTuple):
+    """Sequences of a call whose spec has ``q_layout="packed"``. Tensors are int32, contiguous (but
+    for the rows of a page table) and on the call's device.
+
+    Sequence i has rows ``q_offsets[i]:q_offsets[i + 1]`` of ``Call.query`` [1, Hq, T, E]. Mods see
+    ``b = slots[i]``, ``q_idx = q_starts[i] + row`` and ``kv_idx`` from 0 to ``kv_lengths[i] - 1``.
+    Rows from ``q_offsets[N]`` on have out 0, lse and max_scores -inf. Nothing but its keys reaches
+    a sequence's results, whatever bits other memory holds.
+
+    A block mask has rows of blocks sequence after sequence, ``ceil(rows / q_block)`` of each; its
+    kv blocks count in each sequence's own keys.
+
+    Args:
+        q_offsets: [N + 1].
+        q_starts, kv_lengths, slots: [N].
+        kv_offsets: [N], first row of each sequence in ``Call.key`` [1, Hkv, S, E]; or None.
+        page_table: [R, W] where ``kv_layout="paged"``: ``Call.key`` and ``Call.value`` are pools
+            [P, Hkv, page_size, E | Ev], and key p of sequence i is row ``p % page_size`` of page
+            ``page_table[row, p // page_size]``, row being ``table_rows[i]``, or i where that is
+            None. Entries past a length mean nothing. On a CPU others are inside of the pool.
+        table_rows: [N] or None.
+        max_q, max_kv: no sequence has more query rows, or keys.
+        lowest, highest: no index that mods see is below or above; None where the host doesn't
+            know.
+    """
+
+    q_offsets: Tensor
+    q_starts: Tensor
+    kv_lengths: Tensor
+    slots: Tensor
+    kv_offsets: Tensor | None
+    page_table: Tensor | None
+    table_rows: Tensor | None
+    max_q: int
+    max_kv: int
+    lowest: int | None
+    highest: int | None

@@ -1,0 +1,148 @@
+"""Packed calls on kernels that take packed sequences and pages as they are."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.autograd import forward_ad
+
+from anyflex.contract.call import Outputs
+from anyflex.contract.packed_rows import PackedRows
+from anyflex.errors import BackendRefused, ModTraceError
+from anyflex.frontend.arguments import check_tensors, is_plain
+from anyflex.frontend.checked_call import CheckedCall
+from anyflex.frontend.eager_call import NO_MOD, inputs_of
+from anyflex.mask_structure.device_views import MaskViews
+from anyflex.mask_structure.runs import pack, runs_of_grid
+from anyflex.mod_graph.block_graph import BlockGraph, block_graph
+from anyflex.mod_graph.block_kinds import BlockGrid, block_kinds
+from anyflex.mod_graph.graph import parse_graph
+from anyflex.mod_graph.simplify import simplify
+from anyflex.packed.packed import Packed, Step
+from anyflex.packed.pages import check_pages
+from anyflex.runtime.launch import launch_forward
+from anyflex.runtime.plan import Inputs, Plan, plan_for
+from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.tensors.torch_versions import dual_level
+from anyflex.tracing.mod_types import MaskMod
+from anyflex.tracing.trace import TracedMod
+from anyflex.tracing.trace_cache import traced
+
+__all__ = ["in_own_layout"]
+
+BLOCK = 128
+"""Query rows and keys of a block of a mask's structure."""
+
+
+def in_own_layout(
+    checked: CheckedCall, step: Step, mask_mod: MaskMod | None, enable_gqa: bool
+) -> Outputs | None:
+    """Compute a packed call by a backend that takes it as it is, or return None: nobody does.
+
+    Args:
+        checked: query is [1, Hq, T, E]; key and value are [1, Hkv, S, E | Ev], or pools of pages;
+            without block mask.
+        step: whose rows are whose.
+    """
+    query, key, value = checked.query, checked.key, checked.value
+    packed = step.packed
+    if in_graph() or packed.device.type != "cpu" or 0 in (packed.sequences, *key.shape):
+        return None
+    check_tensors(query, key[:1], value[:1], enable_gqa)
+    differentiates = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    if differentiates or torch.is_autocast_enabled(packed.device.type):
+        return None
+    if not is_plain(query, key, value) or dual_level(forward_ad) >= 0:
+        return None
+    try:
+        inputs = _inputs(checked, step, mask_mod)
+    except ModTraceError as error:
+        if not error.pure:
+            raise
+        return None
+    if inputs is None or True in inputs.request.gradients:
+        return None
+    plan = step.keep(("plan", inputs.request, query.dtype, key.shape), lambda: _plan(inputs))
+    if plan is None:
+        return None
+    if packed.page_table is not None:
+        step.keep(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
+    return launch_forward(plan_for(inputs), inputs.call)
+
+
+def _plan(inputs: Inputs) -> Plan | None:
+    """Return the plan of a call, or None where every backend refuses its layout."""
+    try:
+        return plan_for(inputs)
+    except BackendRefused:
+        return None
+
+
+def _inputs(checked: CheckedCall, step: Step, mask_mod: MaskMod | None) -> Inputs | None:
+    rows = step.keep(("rows",), lambda: _rows(step.packed))
+    mask, views = NO_MOD, None
+    if mask_mod is not None:
+        mask = traced(mask_mod, "mask", torch.float32, step.packed.device)
+        heads = checked.query.shape[1] if "h" in parse_graph(mask.text).inputs() else 1
+        key = mask.text, *map(id, mask.captured), *mask.ints, *mask.floats
+        # The mask goes along: its captured tensors' ids are its own as long as it lives.
+        mask, views = step.keep(
+            ("blocks", heads, *key), lambda: (mask, _views(step.packed, mask, heads))
+        )
+    inputs = inputs_of(checked, mask, views, packed=rows)
+    return None if inputs.call.score_function is not None else inputs
+
+
+def _rows(packed: Packed) -> PackedRows:
+    table = packed.page_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    ends = packed.q_starts + packed.q_offsets.diff()
+    numbers = torch.stack([packed.q_starts, packed.slots, ends, packed.kv_lengths])
+    return PackedRows(
+        packed.q_offsets.contiguous(),
+        packed.q_starts.contiguous(),
+        packed.kv_lengths.contiguous(),
+        packed.slots.contiguous(),
+        packed.kv_offsets[:-1].contiguous() if table is None else None,
+        table,
+        None if packed.table_rows is None else packed.table_rows.contiguous(),
+        packed.max_q,
+        packed.max_kv,
+        int(numbers.min()),
+        int(numbers.max()),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _block_graph(text: str) -> BlockGraph:
+    return block_graph(simplify(parse_graph(text)))
+
+
+def _views(packed: Packed, mask: TracedMod, heads: int) -> MaskViews:
+    """Return the structure of a mask: rows of blocks sequence after sequence."""
+    q_lengths = packed.q_offsets.diff()
+    grid = BlockGrid(
+        heads, -(-packed.max_q // BLOCK), max(-(-packed.max_kv // BLOCK), 1), BLOCK, BLOCK
+    )
+    blocks = _block_graph(mask.text)
+    kinds = block_kinds(
+        blocks,
+        grid,
+        slots=packed.slots,
+        q_starts=packed.q_starts,
+        q_lengths=q_lengths,
+        kv_lengths=packed.kv_lengths,
+        captured=blocks.tensors([each.detach() for each in mask.captured], BLOCK, BLOCK),
+        ints=mask.ints,
+        floats=mask.floats,
+    )
+    there = torch.arange(grid.q_tiles) * BLOCK < q_lengths[:, None]
+    rows = kinds.transpose(0, 1)[:, there]
+    runs = runs_of_grid(rows.flatten(0, 1).to(torch.int8), 0)
+    offsets, packed_runs = pack(runs, 1, heads, rows.shape[1], grid.kv_blocks)
+    lengths = rows.shape[1] * BLOCK, packed.max_kv
+    return MaskViews(offsets, packed_runs, *lengths, (BLOCK, BLOCK))
