@@ -64,10 +64,11 @@ template <class F> void every_sequence(const af_packed_args& a, const F& f) {
         const row_range rows = rows_of(a, i);
         const int64_t blocks =
             p.has_mask ? (rows.end - rows.begin + p.q_block - 1) / p.q_block : 0;
-        // More blocks than there are would be read from behind the mask's.
-        if (p.has_mask && block + blocks > p.runs.blocks) return;
-        if (rows.begin < rows.end) f(sequence_of(a, i, block));
+        af_forward_args args = sequence_of(a, i, block);
         block += blocks;
+        // The mask was made before the offsets were overwritten: it has no rows of blocks for these.
+        if (p.has_mask && block > p.runs.blocks) args.problem.has_mask = args.problem.kv_length = 0;
+        if (rows.begin < rows.end) f(args);
     }
 }
 
