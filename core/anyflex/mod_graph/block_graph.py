@@ -17,6 +17,7 @@ from torch import Tensor
 from anyflex.mod_graph.box_values import (
     COMPARISONS,
     LOGIC,
+    SMALL,
     Range,
     Verdict,
     arithmetic,
@@ -39,9 +40,6 @@ __all__ = ["BlockGraph", "block_graph"]
 
 _ENDS = {"q_idx": ("q_low", "q_high"), "kv_idx": ("kv_low", "kv_high")}
 _BLOCKS = {"q_idx": "q_block", "kv_idx": "kv_block"}
-_SMALL = 1 << 31
-"""Indices are taken to be below it, and not below its negative; queries before the first key are
-negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class _Pass:
         self.exact: list[Term | None] = []
         """Value of each node that has one for all elements of a box, in its own type."""
         self.found: list[Range | Verdict | None] = []
-        indices = IntegerRange(-_SMALL, _SMALL - 1)
+        indices = IntegerRange(-SMALL, SMALL - 1)
         self.static = integer_ranges(graph.nodes, dict.fromkeys(("b", "h", *_ENDS), indices))
         for node in graph.nodes:
             self.visit(node)
@@ -203,7 +201,7 @@ class _Pass:
                 self.term("input", torch.int64, attribute=end)
                 for end in _ENDS[str(node.attribute)]
             )
-            return Range(low, high, self.always(True), -_SMALL, _SMALL - 1)
+            return Range(low, high, self.always(True), -SMALL, SMALL - 1)
         if node.operation == "load":
             return self.read(node)
         kinds = [type_class(self.graph.nodes[a].dtype) for a in node.arguments]

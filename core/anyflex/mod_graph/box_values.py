@@ -22,6 +22,7 @@ from anyflex.mod_graph.operations.terms import Term, call, where
 __all__ = [
     "COMPARISONS",
     "LOGIC",
+    "SMALL",
     "Range",
     "Verdict",
     "arithmetic",
@@ -34,8 +35,9 @@ __all__ = [
 _Bounds: TypeAlias = "Callable[..., tuple[Any, Any] | None]"
 """`anyflex.mod_graph.operations.bounds.Bounds`, of terms too."""
 
-_SMALL = 1 << 31
-"""Integers in -2^31..2^31-1 enter arithmetic of int64: sums and products of two don't wrap."""
+SMALL = 1 << 31
+"""Indices of a box lie in -SMALL..SMALL-1. Other integers are tested to lie there where arithmetic
+on them might wrap int64: sums and products of two that do don't."""
 
 _DIVISIONS = ("floordiv", "mod", "fmod", "truediv")
 _FINITE = ("add", "sub", "mul", "truediv")
@@ -189,7 +191,7 @@ def cast_of_numbers(x: Range, source: torch.dtype, dtype: torch.dtype) -> Range:
         return x if dtype is torch.int64 else x.inside(limits.min, limits.max)
     # Beyond the type's range, and for infinities, the value is arbitrary. Powers of two are exact,
     # or infinite, in all types.
-    least, end = max(limits.min, -_SMALL), min(limits.max + 1, _SMALL)
+    least, end = max(limits.min, -SMALL), min(limits.max + 1, SMALL)
     inside = x.if_known(x.low >= max(least, -torch.finfo(source).max), x.high < end)
     low, high = x.low.cast(torch.int64), x.high.cast(torch.int64)
     return Range(low, high, inside.known, least, end - 1)
@@ -235,7 +237,7 @@ def _of_integers(node: Node, bounds: _Bounds, operands: Sequence[Range]) -> Rang
     static = _static(node.operation, bounds, operands)
     if static is None:
         # The ends might wrap.
-        operands = [operand.inside(-_SMALL, _SMALL - 1) for operand in operands]
+        operands = [operand.inside(-SMALL, SMALL - 1) for operand in operands]
         static = _static(node.operation, bounds, operands)
     ends = bounds(*(end for operand in operands for end in operand.ends()))
     if static is None or ends is None:

@@ -158,8 +158,9 @@ COMPARISONS = (
 """Both operands have one dtype; the result is bool."""
 
 STRUCTURE = (
-    # Leaves. input: attr is score, b, h, q_idx, kv_idx or grad. number: a closed-over Python
-    # number, attr is its slot (i3 in the call's ints, f0 in its floats). const: attr is the value.
+    # Leaves. input: attr is score, b, h, q_idx, kv_idx or grad; a block graph has ends of boxes.
+    # number: a closed-over Python number, attr is its slot (i3 in the call's ints, f0 in its
+    # floats). const: attr is the value.
     Operation("input", operands=0),
     Operation("number", operands=0),
     Operation("const", operands=0),
