@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from anyflex.packed.attention import flex_attention_packed
     from anyflex.packed.merge import merge_attention
     from anyflex.packed.packed import Packed, Step
+    from anyflex.paging.cache import PagedKVCache
     from anyflex.registry.forced_backends import use_backend
     from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
     from anyflex.torch_routing.rerouting import reroute_torch, restore_torch
@@ -68,6 +69,7 @@ __all__ = [
     "ModIndexError",
     "ModTraceError",
     "Packed",
+    "PagedKVCache",
     "PerformanceWarning",
     "PluginError",
     "Step",
@@ -95,6 +97,7 @@ __all__ = [
 _LATER = {
     "BlockMask": "anyflex.block_mask.block_mask",
     "Packed": "anyflex.packed.packed",
+    "PagedKVCache": "anyflex.paging.cache",
     "Step": "anyflex.packed.packed",
     "and_masks": "anyflex.block_mask.combine",
     "create_block_mask": "anyflex.block_mask.create",

@@ -265,7 +265,7 @@ class Sequences:
         self.changes.update(enumerate(pages, row))
         return slot
 
-    def _opened(self, argument: str, slot: Any) -> list[int]:
+    def _opened(self, argument: str, slot: int) -> list[int]:
         """Return the pages of a slot, which must be open."""
         checked_int(argument, slot)
         pages = self._pages[slot] if 0 <= slot < len(self._pages) else None

@@ -1,0 +1,373 @@
+"""PagedKVCache: keys and values of many sequences, in pages that sequences own and share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import ArgumentError, ArgumentTypeError, GraphCaptureError
+from anyflex.mods.factory_arguments import checked_int
+from anyflex.packed.attention import flex_attention_packed
+from anyflex.packed.packed import Step
+from anyflex.paging.append_arguments import check_layer, check_rows
+from anyflex.paging.append_op import append_op
+from anyflex.paging.places import token_places, token_positions
+from anyflex.paging.sequences import Reserved, Sequences
+from anyflex.paging.step_numbers import StepNumbers
+from anyflex.paging.storage import STORAGES, bytes_of
+from anyflex.runtime.kernel_cache import is_capturing
+from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.tracing.mod_types import MaskMod, ScoreMod
+
+__all__ = ["PagedKVCache"]
+
+_LONGEST = 2**30
+"""Maximum number of tokens of a sequence: the sum of two lengths fits int32."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class PagedKVCache:
+    """Keys and values of many sequences, in pages that sequences own, share and give back.
+
+    A forward pass reserves room for its new tokens by `step`; each layer then appends its keys and
+    values and attends. A sequence has a slot, which mods see as b for as long as it is open.
+    Sequences share pages by forks (`open`) and by common beginnings (`prefix`), and one that
+    writes to a shared page gets a copy of it first.
+
+    A cache has no lock: one thread at a time may use it. Its device work goes to the current
+    stream in the order of the calls, and each `step` writes again to the tensors of the one
+    before.
+
+    Args:
+        layers: number of layers; each has its own keys and values, in the same pages.
+        pages: P, number of pages.
+        page_size: tokens that a page holds.
+        kv_heads: Hkv.
+        head_dim: E, of keys.
+        value_head_dim: Ev, of values; None is E.
+        dtype: of the keys and values that are appended; None is torch's default.
+        storage: ``"plain"`` stores them as they are, ``"int8"`` and ``"fp8_e4m3"`` in 8 bits with
+            a float32 scale for each token and head.
+        slots: the most sequences that are open at a time.
+        width: the most pages of one sequence. None is all of them: say less where you can, because
+            kernels are planned for it.
+        device: None is torch's default.
+
+    Attributes:
+        key, value: [layers, P, Hkv, page, E] and [layers, P, Hkv, page, Ev].
+        key_scale, value_scale: float32 [layers, P, Hkv, page]; None where storage is plain.
+        page_table: int32 [slots, width]; entries past a sequence's length mean nothing.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument.
+
+    Examples:
+        >>> import torch, anyflex
+        >>> cache = anyflex.PagedKVCache(1, 8, 16, kv_heads=2, head_dim=32, slots=4)
+        >>> slot = cache.open()
+        >>> step = cache.step([(slot, 3)])
+        >>> q, k, v = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+        >>> cache.append(step, 0, k, v)
+        >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+        >>> cache.attend(step, 0, q, mask_mod=causal).shape
+        torch.Size([3, 4, 32])
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        storage: str = "plain",
+        slots: int,
+        width: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        width = pages if width is None else width
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        for name, number in (
+            ("layers", layers),
+            ("pages", pages),
+            ("page_size", page_size),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+            ("value_head_dim", value_head_dim),
+            ("slots", slots),
+            ("width", width),
+        ):
+            checked_int(f"PagedKVCache: {name}", number, 1)
+        if width * page_size > _LONGEST or slots * width >= 2**31:
+            raise ArgumentError(
+                f"PagedKVCache: width * page_size must be at most {_LONGEST}, and slots * width "
+                f"less than {2**31}, got {width * page_size} and {slots * width}. Make width the "
+                "most pages of one sequence."
+            )
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if self.dtype not in _DTYPES:
+            raise ArgumentTypeError(
+                "PagedKVCache: dtype must be that of the keys and values, float32, bfloat16, "
+                f"float16 or float64, got {dtype}. storage says how they are stored."
+            )
+        if storage not in STORAGES:
+            raise ArgumentError(
+                f"PagedKVCache: storage must be one of {', '.join(STORAGES)}, got {storage!r}."
+            )
+        if torch.empty(0, device=device).is_meta:
+            raise ArgumentError("PagedKVCache: device must hold numbers, got meta.")
+        stored = STORAGES[storage] or self.dtype
+        shape = (layers, pages, kv_heads, page_size)
+        # Tensors that are made in inference mode can't be written outside of it.
+        with torch.inference_mode(False):
+            self.key = torch.empty(*shape, head_dim, dtype=stored, device=device)
+            self.device = device = self.key.device
+            self.value = torch.empty(*shape, value_head_dim, dtype=stored, device=device)
+            self.key_scale, self.value_scale = (
+                torch.empty(shape, dtype=torch.float32, device=device)
+                if STORAGES[storage]
+                else None
+                for _ in "kv"
+            )
+            self._numbers = StepNumbers(slots, width, width * page_size, self.device)
+            self._sequences = Sequences(slots, width, pages, page_size)
+        self.page_table = self._numbers.page_table
+        self._pools = [
+            bytes_of(pool)
+            for pool in (self.key, self.value, self.key_scale, self.value_scale)
+            if pool is not None
+        ]
+        # Of the last step: what was reserved, its batch, and the passes over it.
+        self._reserved: Reserved | None = None
+        self._batch = self._numbers.batch(1)
+        self._passes: list[Step] = []
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that steps can take, those that only `prefix` could still find
+        included."""
+        return self._sequences.owners.available
+
+    def length(self, slot: int) -> int:
+        """Return the number of a sequence's tokens, those of the last step included."""
+        return self._sequences.length(slot)
+
+    def open(self, fork_of: int | None = None, length: int | None = None) -> int:
+        """Open a sequence and return its slot.
+
+        Args:
+            fork_of: slot of a sequence whose pages it shares; None opens an empty sequence.
+            length: tokens that it shares; None is all.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: all slots are open, fork_of isn't, or it is shorter
+                than length.
+        """
+        return self._sequences.open(fork_of, length)
+
+    def prefix(self, tokens: Sequence[int], salt: Sequence[Any] = ()) -> tuple[int, int]:
+        """Open a sequence with the pages that hold the beginning of `tokens`, if any do.
+
+        Returns slot and number of tokens found: of whole pages, and fewer than all, because the
+        last token must be fed for what it says comes next. The other tokens are fed by `step`.
+
+        Args:
+            tokens: ids of the prompt.
+            salt: ints, strings and bytes that change keys and values as tokens do: the adapter,
+                hashes of images, the tenant. Sequences of different salts share nothing.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: all slots are open, or tokens or salt are wrong.
+        """
+        return self._sequences.prefix(tokens, salt)
+
+    def commit(self, slot: int, tokens: Sequence[int]) -> None:
+        """Make the whole pages of a sequence findable by `prefix`, now and after it has closed.
+
+        Call it when the pass that appended the tokens has run in all layers, at the latest before
+        `close`. It costs what the pages cost that are new since the last time.
+
+        Args:
+            tokens: ids of all tokens of the sequence; more than its length do no harm, as the one
+                that was drawn last.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the slot isn't open, or tokens are fewer than its
+                length or no ints.
+        """
+        self._sequences.commit(slot, tokens)
+
+    def step(self, wanted: Sequence[tuple[int, int]]) -> Step | None:
+        """Reserve room for the new tokens of one forward pass.
+
+        Query, key and value of the pass hold the new tokens of each sequence, one sequence after
+        the other in the order of `wanted`. Sequences with 0 new tokens may take part.
+
+        Args:
+            wanted: (slot, number of new tokens) for each sequence.
+
+        Returns:
+            The step, or None if pages lack: nothing has changed then. Trim or close a sequence, or
+            ask for less.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: a slot is there twice or isn't open, or a sequence
+                would be longer than width pages.
+            GraphCaptureError: a device graph is being captured.
+        """
+        if is_capturing(self.device.type):
+            raise GraphCaptureError(
+                "PagedKVCache.step decides on the host, and a replay of the graph would repeat "
+                "its decision: call it before the capture, and `begin` inside."
+            )
+        reserved = self._sequences.reserve(wanted)
+        if reserved is None:
+            return None
+        self._numbers.send(reserved, self._sequences.changes, self._pools)
+        self._reserved = reserved
+        self._batch = self._numbers.batch(reserved.request.longest)
+        self._passes = []
+        return self.begin()
+
+    def begin(self) -> Step:
+        """Return another pass over the sequences of the last step: inside of a captured graph,
+        which then serves all steps of that step's class: of one new token for each sequence, of at
+        most 64, or of more.
+
+        Raises:
+            ArgumentError: there was no step, or a sequence of it was trimmed or closed since.
+        """
+        if self._reserved is None:
+            raise ArgumentError(
+                "PagedKVCache.begin: there is no step, or a sequence of it was trimmed or closed "
+                "since. Call step first."
+            )
+        self._passes.append(self._batch.begin())
+        return self._passes[-1]
+
+    def positions(self, step: Step, tokens: int) -> Tensor:
+        """Return the position of each new token in its sequence, int32 [T]: what positional
+        embeddings want. Rows beyond the step's tokens have 0.
+
+        Args:
+            tokens: T, rows of the pass, padding included.
+        """
+        self._check_pass(step)
+        return step.keep(("positions", tokens), lambda: token_positions(step.packed, tokens))
+
+    def append(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write a layer's keys and values of the new tokens into their pages.
+
+        Args:
+            step: of this pass.
+            layer: number of the layer, from 0.
+            key: [T, Hkv, E]; T is the number of the step's tokens, or larger: rows beyond them are
+                padding and are dropped.
+            value: [T, Hkv, Ev].
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong; the message names it.
+            GraphCaptureError: the step was begun on the other side of a capture's border.
+        """
+        self._check_pass(step)
+        check_layer(layer, self.key.shape[0])
+        pools = self.key[layer], self.value[layer]
+        least = 0 if in_graph() or self._reserved is None else self._reserved.request.total
+        check_rows("key", key, pools[0], self.dtype, least)
+        check_rows("value", value, pools[1], self.dtype, key.shape[0])
+        tokens, pages, page_size = key.shape[0], pools[0].shape[0], pools[0].shape[2]
+        places = step.keep(
+            ("places", tokens), lambda: token_places(step.packed, tokens, pages, page_size)
+        )
+        append_op(*pools, *self._scales(layer), key, value, places)
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        **rest: Any,
+    ) -> Any:
+        """Attend to a layer's keys, the new ones included if they were appended.
+
+        Args:
+            step: of this pass.
+            layer: number of the layer, from 0.
+            query: [T, Hq, E]; Hq is a multiple of Hkv.
+            score_mod, mask_mod: see slots as b, and positions in the sequence as q_idx and kv_idx.
+            rest: scale, sinks, out, return_aux, kernel_options and backend, as for
+                `flex_attention_packed`, which says what is returned and raised.
+        """
+        self._check_pass(step)
+        check_layer(layer, self.key.shape[0])
+        if self.key_scale is not None:
+            rest["k_scale"], rest["v_scale"] = self._scales(layer)
+        return flex_attention_packed(
+            query,
+            self.key[layer],
+            self.value[layer],
+            step,
+            score_mod,
+            mask_mod,
+            enable_gqa=True,
+            **rest,
+        )
+
+    def trim(self, slot: int, length: int) -> None:
+        """Forget all tokens of a sequence but the first `length`: drafts that were rejected, or,
+        with 0, a sequence that is preempted and fed again later.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the slot isn't open, or its sequence is shorter.
+        """
+        before = self._sequences.length(slot)
+        self._sequences.trim(slot, length)
+        if length < before:
+            self._end_pass(slot)
+
+    def close(self, slot: int) -> None:
+        """Give a sequence's pages and its slot back.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the slot isn't open.
+        """
+        self._sequences.close(slot)
+        self._end_pass(slot)
+
+    def _end_pass(self, slot: int) -> None:
+        """End the last step if the slot takes part in it: its pages may get other owners."""
+        if self._reserved is not None and slot in self._reserved.request.counts:
+            self._reserved, self._passes = None, []
+
+    def _scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        if self.key_scale is None or self.value_scale is None:
+            return None, None
+        return self.key_scale[layer], self.value_scale[layer]
+
+    def _check_pass(self, step: Any) -> None:
+        # A compiled program is checked where it was called from: a guard on the present step would
+        # compile it again for the next.
+        if in_graph():
+            return
+        if not any(step is each for each in self._passes):
+            self._refuse_pass(step)
+        step.check()
+
+    def _refuse_pass(self, step: Any) -> NoReturn:
+        if not isinstance(step, Step):
+            raise ArgumentTypeError(f"step must be a Step, got {type(step).__name__}.")
+        if not any(step.packed is batch for batch in self._numbers.batches):
+            raise ArgumentError("step is of another cache: use one of this cache's `step`.")
+        raise ArgumentError(
+            "step is over: `step` was called since, or one of its sequences was trimmed or closed "
+            "and its pages may belong to others. Call step again."
+        )

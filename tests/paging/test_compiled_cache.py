@@ -1,0 +1,91 @@
+"""PagedKVCache under torch.compile: one graph, and no compile for each step's lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from anyflex.errors import ArgumentTypeError
+from anyflex.packed.packed import Step
+from anyflex.paging.cache import PagedKVCache
+from tests.soak import only_in_soak
+
+__all__: list[str] = []
+
+LAYERS = 2
+SLOW = only_in_soak("ten seconds each, most of them for attention, whose programs have own tests")
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def made(storage: str) -> PagedKVCache:
+    return PagedKVCache(LAYERS, 12, 4, 2, 8, slots=3, width=8, storage=storage)
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+@pytest.mark.parametrize(
+    ("storage", "attends", "graphs"),
+    [
+        ("int8", False, 2),  # the second is that of any number of rows
+        pytest.param("plain", False, 2, marks=SLOW),
+        pytest.param("int8", True, 4, marks=SLOW),  # these for each class of steps
+        pytest.param("plain", True, 4, marks=SLOW),
+    ],
+)
+@torch.no_grad()
+def test_a_compiled_pass_does_what_an_eager_one_does_whatever_its_lengths(
+    storage: str, attends: bool, graphs: int
+) -> None:
+    caches = made(storage), made(storage)
+    for cache in caches:
+        for pool in cache._pools:
+            pool.zero_()
+
+    def run(cache: PagedKVCache, step: Step, rows: Tensor) -> list[Tensor]:
+        found = [cache.positions(step, rows.shape[0])]
+        for layer in range(LAYERS):
+            cache.append(step, layer, rows[:, :2] + layer, rows[:, 2:4] * 2)
+            if attends:
+                found.append(cache.attend(step, layer, rows, mask_mod=causal))
+        return found
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(run, fullgraph=True, backend=counter)
+    slots = [[cache.open(), cache.open()] for cache in caches]
+    for counts in ((3, 1), (2, 0), (1, 1), (7, 2), (1, 1), (4, 5)):
+        rows = torch.randn(sum(counts) + 1, 4, 8)  # one is padding
+        outs = []
+        for cache, own, call in zip(caches, slots, (run, compiled), strict=True):
+            step = cache.step(list(zip(own, counts, strict=True)))
+            outs.append(call(cache, step, rows))
+        for eager, in_graph in zip(*outs, strict=True):
+            torch.testing.assert_close(in_graph, eager, rtol=1e-5, atol=1e-5)
+        for eager, in_graph in zip(caches[0]._pools, caches[1]._pools, strict=True):
+            assert torch.equal(in_graph, eager)
+    assert counter.frame_count <= graphs
+
+
+def test_a_wrong_call_in_a_compiled_program_is_named_as_in_an_eager_one() -> None:
+    cache = made("plain")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(step: Step, key: Tensor) -> None:
+        cache.append(step, 0, key, key)
+
+    step = cache.step([(cache.open(), 2)])
+    assert step is not None
+    with pytest.raises(ArgumentTypeError, match="key must have the cache's dtype"):
+        call(step, torch.zeros(2, 2, 8, dtype=torch.float16))
