@@ -278,7 +278,7 @@ WRONG: dict[str, tuple[Callable[[Sequences], Any], type[Exception], str]] = {
     "too long": (lambda s: s.reserve([(0, 12)]), ArgumentError, "width 4 holds 16.*wider"),
     "not pairs": (lambda s: s.reserve([0, 1]), ArgumentTypeError, r"must hold \(slot, new"),
     "no list": (lambda s: s.reserve(3), ArgumentTypeError, "must be a list of"),
-    "text": (lambda s: s.reserve([("0", 1)]), ArgumentTypeError, "step must be an int, got str"),
+    "text": (lambda s: s.reserve([("0", 1)]), ArgumentTypeError, "slot must be an int, got str"),
     "float": (lambda s: s.reserve([(0, 1.0)]), ArgumentTypeError, "new tokens must be an int"),
     "trim upward": (lambda s: s.trim(0, 6), ArgumentError, "at most that of the sequence, 5"),
     "trim below 0": (lambda s: s.trim(0, -1), ArgumentError, "trim: length must be at least 0"),

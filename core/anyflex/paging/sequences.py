@@ -267,7 +267,7 @@ class Sequences:
 
     def _opened(self, argument: str, slot: int) -> list[int]:
         """Return the pages of a slot, which must be open."""
-        checked_int(argument, slot)
+        checked_int(f"{argument}: slot", slot)
         pages = self._pages[slot] if 0 <= slot < len(self._pages) else None
         if pages is None:
             self._refuse_closed(argument, slot)
