@@ -1,4 +1,4 @@
-"""What a model or a batch asks for and ANYFLEX doesn't take is refused, by name."""
+"""AnyflexBackend: what it refuses by name, and when vLLM gets it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM isn't installed; it needs a torch of it
 import anyflex_vllm
 from anyflex_vllm.attention import AnyflexImpl
 from anyflex_vllm.backend import AnyflexBackend
+from anyflex_vllm.cache import write_cache
 from anyflex_vllm.metadata import AnyflexMetadataBuilder
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
@@ -62,6 +63,28 @@ def test_batches(name: str, given: Any) -> None:
     builder = AnyflexMetadataBuilder(None, [], None, torch.device("cpu"))
     with pytest.raises(anyflex.ArgumentError, match=f"the batch has {name}.*ANYFLEX requires"):
         builder.build(0, batch)
+
+
+def test_no_number_of_a_batch_is_read_on_the_host() -> None:
+    def on_meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    batch = SimpleNamespace(
+        query_start_loc=on_meta(3),
+        seq_lens=on_meta(2),
+        block_table_tensor=on_meta(2, 8),
+        max_query_len=5,
+        max_seq_len=70,
+        num_actual_tokens=6,
+        causal=True,
+        mm_req_doc_ranges=None,
+        rswa_prefix_lens=None,
+    )
+    builder = AnyflexMetadataBuilder(None, [], None, torch.device("meta"))
+    step, tokens, causal = builder.build(0, batch)
+    cache, rows = (torch.empty(shape, device="meta") for shape in ((5, 2, 4, 6), (3, 2, 3)))
+    write_cache(cache, rows, rows, torch.empty(3, dtype=torch.int64, device="meta"))
+    assert (step.packed.page_table is batch.block_table_tensor, tokens, causal) == (True, 6, True)
 
 
 def test_zeros_are_written_while_vllm_measures_memory() -> None:
