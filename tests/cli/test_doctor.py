@@ -238,6 +238,17 @@ def test_a_backend_without_gqa_refuses_the_self_test_of_decoding(command: RunCom
     assert "decoding with GQA and a scale: not run, BackendRefused: " in result.out
 
 
+def test_layouts_that_a_backend_takes_as_they_are_are_told(command: RunCommand) -> None:
+    class Packs(Right):
+        capabilities = dataclasses.replace(
+            Right.capabilities, known_fields=CONTRACT_1_FIELDS | {"q_layout"}
+        )
+
+    register("cpu", Packs)
+    told = "takes as they are, without core: packed sequences\n"
+    assert command("doctor").out.count(told) == 1
+
+
 def test_a_forward_only_backend_is_tested_forward(command: RunCommand) -> None:
     register("cpu", ForwardOnly)
     result = command("doctor")

@@ -110,6 +110,8 @@ def _backend(backend: dict[str, Any]) -> list[str]:
     lines += _why(backend)
     if backend["fingerprint"]:
         lines.append(f"  kernels of: {backend['fingerprint']}")
+    if backend["layouts"]:
+        lines.append(f"  takes as they are, without core: {', '.join(backend['layouts'])}")
     lines += ["  note: " + note for note in backend["notes"]]
     for test in backend["self_tests"]:
         lines.append("  " + test["text"])

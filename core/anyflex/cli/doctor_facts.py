@@ -112,6 +112,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     facts["self_tests"] = []
     facts["fingerprint"] = ""
     facts["notes"] = []
+    facts["layouts"] = []
     entry = backend_table.current().get(row.name)
     backend = entry.state().backend if entry is not None else None
     if row.state == "usable" and entry is not None and backend is not None:
@@ -125,6 +126,9 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
         ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
     if backend is not None:
+        fields = backend.capabilities.known_fields
+        named = (("packed sequences", "q_layout"), ("keys in pages", "kv_layout"))
+        facts["layouts"] = [layout for layout, field in named if field in fields]
         facts["notes"] = _texts(row, backend.notes)
     return facts
 

@@ -4,6 +4,7 @@
 //   native_test [problems] [seed] [calling threads]
 #include <string>
 
+#include "packed_problem.h"
 #include "problem.h"
 #include "team.h"
 #include "workspaces.h"
@@ -62,7 +63,10 @@ int main(int count, char** arguments) {
             for (int i = 0; i < callers; ++i)
                 threads.emplace_back([&] {
                     for (int64_t n; (n = next++) < last;)
-                        native_test::problem(n, seed).run(covered);
+                        if (n % 8 == 0)
+                            native_test::packed_problem(n, seed).run(covered);
+                        else
+                            native_test::problem(n, seed).run(covered);
                 });
             for (std::thread& each : threads) each.join();
             next = last;
