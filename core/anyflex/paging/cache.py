@@ -144,7 +144,7 @@ class PagedKVCache:
             for pool in (self.key, self.value, self.key_scale, self.value_scale)
             if pool is not None
         ]
-        # Of the last step: what was reserved, its batch, and the passes over it.
+        # The reservation of the last step, its batch, and the passes over it.
         self._reserved: Reserved | None = None
         self._batch = self._numbers.batch(1)
         self._passes: list[Step] = []

@@ -13,7 +13,7 @@ __all__ = ["AnyflexMetadata", "AnyflexMetadataBuilder"]
 
 
 class AnyflexMetadata(NamedTuple):
-    """What the layers of one group share in one forward pass.
+    """State that the layers of one group share in one forward pass.
 
     Args:
         step: whose rows and pages are whose. It keeps what the layers find out about their masks.
