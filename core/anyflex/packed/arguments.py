@@ -9,7 +9,8 @@ from torch import Tensor
 
 from anyflex.frontend.arguments import check_aux
 from anyflex.frontend.aux_outputs import AuxRequest
-from anyflex.packed.packed import Step
+from anyflex.packed.packed import Packed, Step
+from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["check_packed"]
@@ -75,7 +76,10 @@ def check_packed(
             "the step's batch was made without kv_offsets: key must have the rows of query, got "
             f"{key.shape[0]} for {query.shape[0]}.",
         )
-    _check_offsets(query, key, step, paged)
+    # In a program that is recorded there are no numbers to look at.
+    if step.packed.device.type == "cpu" and not in_graph():
+        rows = query.shape[0], -1 if paged else key.shape[0]
+        step.once(("fits", *rows), lambda: _check_offsets(step.packed, *rows))
     for name, mod, indices in (
         ("score_mod", score_mod, "score, b, h, q_idx, kv_idx"),
         ("mask_mod", mask_mod, "b, h, q_idx, kv_idx"),
@@ -122,22 +126,23 @@ def _check_pages(query: Tensor, key: Tensor, value: Tensor, step: Step) -> None:
         )
 
 
-def _check_offsets(query: Tensor, key: Tensor, step: Step, paged: bool) -> None:
-    """Check on a CPU, where numbers are at hand, that offsets stay inside of the tensors."""
-    if step.packed.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
-        return
-    for name, tensor, offsets in (
-        ("query", query, step.packed.q_offsets),
-        ("key", key, None if paged else step.packed.kv_offsets),
+def _check_offsets(packed: Packed, q_rows: int, kv_rows: int) -> None:
+    """Check that offsets stay inside of the tensors.
+
+    Args:
+        q_rows, kv_rows: rows of query and key; -1 where keys are in pages.
+    """
+    for name, rows, offsets in (
+        ("query", q_rows, packed.q_offsets),
+        ("key", kv_rows, packed.kv_offsets),
     ):
-        if offsets is not None and type(offsets) is Tensor:
-            last = int(offsets[-1])
-            if last > tensor.shape[0]:
-                fail(
-                    "ArgumentError",
-                    f"{name} must have at least the {last} rows that the step's offsets end "
-                    f"with, got {tensor.shape[0]}.",
-                )
+        last = int(offsets[-1])
+        if 0 <= rows < last:
+            fail(
+                "ArgumentError",
+                f"{name} must have at least the {last} rows that the step's offsets end with, got "
+                f"{rows}.",
+            )
 
 
 def _check_scale(name: str, stored: Tensor, scale: Any) -> None:

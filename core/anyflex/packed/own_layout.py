@@ -22,7 +22,7 @@ from anyflex.mod_graph.simplify import simplify
 from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
 from anyflex.runtime.launch import launch_forward
-from anyflex.runtime.plan import Inputs, Plan, plan_for
+from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tensors.torch_versions import dual_level
 from anyflex.tracing.mod_types import MaskMod
@@ -65,31 +65,28 @@ def in_own_layout(
         return None
     if inputs is None or True in inputs.request.gradients:
         return None
-    plan = step.keep(("plan", inputs.request, query.dtype, key.shape), lambda: _plan(inputs))
-    if plan is None:
+    refused = "refused", inputs.request, query.dtype, key.shape
+    if step.has(refused):
+        return None
+    try:
+        plan = plan_for(inputs)
+    except BackendRefused:
+        step.once(refused, lambda: None)
         return None
     if packed.page_table is not None:
-        step.keep(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
-    return launch_forward(plan_for(inputs), inputs.call)
-
-
-def _plan(inputs: Inputs) -> Plan | None:
-    """Return the plan of a call, or None where every backend refuses its layout."""
-    try:
-        return plan_for(inputs)
-    except BackendRefused:
-        return None
+        step.once(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
+    return launch_forward(plan, inputs.call)
 
 
 def _inputs(checked: CheckedCall, step: Step, mask_mod: MaskMod | None) -> Inputs | None:
-    rows = step.keep(("rows",), lambda: _rows(step.packed))
+    rows = step.once(("rows",), lambda: _rows(step.packed))
     mask, views = NO_MOD, None
     if mask_mod is not None:
         mask = traced(mask_mod, "mask", torch.float32, step.packed.device)
-        heads = checked.query.shape[1] if "h" in parse_graph(mask.text).inputs() else 1
+        heads = checked.query.shape[1] if _reads_heads(mask.text) else 1
         key = mask.text, *map(id, mask.captured), *mask.ints, *mask.floats
         # The mask goes along: its captured tensors' ids are its own as long as it lives.
-        mask, views = step.keep(
+        mask, views = step.once(
             ("blocks", heads, *key), lambda: (mask, _views(step.packed, mask, heads))
         )
     inputs = inputs_of(checked, mask, views, packed=rows)
@@ -115,6 +112,11 @@ def _rows(packed: Packed) -> PackedRows:
         int(numbers.min()),
         int(numbers.max()),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_heads(text: str) -> bool:
+    return "h" in parse_graph(text).inputs()
 
 
 @functools.lru_cache(maxsize=256)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Packed", "Step"]
 
 Kept = TypeVar("Kept")
+_MISSING = object()
 
 
 class Packed:
@@ -278,9 +279,17 @@ class Step:
             )
 
     def keep(self, key: tuple[Any, ...], make: Callable[[], Kept]) -> Kept:
-        """Return what `make` made for this key when it was first asked for."""
-        if in_graph():
-            return make()
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]  # type: ignore[no-any-return]
+        """Return what `make` made for this key when it was first asked for; in a recorded program
+        what it makes now."""
+        return make() if in_graph() else self.once(key, make)
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Kept]) -> Kept:
+        """Return what `keep` does outside of recorded programs, without asking where this is."""
+        found = self._kept.get(key, _MISSING)
+        if found is _MISSING:
+            found = self._kept[key] = make()
+        return found  # type: ignore[no-any-return]
+
+    def has(self, key: tuple[Any, ...]) -> bool:
+        """Tell whether something is kept for this key."""
+        return key in self._kept

@@ -214,7 +214,13 @@ class CpuKernel(Kernel):
 
 
 class PackedKernel(CpuKernel):
-    """A spec of packed sequences."""
+    """A spec of packed sequences. Calls of one step come one after the other: what follows from
+    its sequences alone is kept for the next one."""
+
+    def __init__(self, spec: Spec, library: Library, programs: Programs) -> None:
+        super().__init__(spec, library, programs)
+        # In one field, because another thread may be calling.
+        self._last: tuple[tuple[object, ...], tuple[TensorSpec, ...]] = ((None,), ())
 
     def describe(self, call: Call) -> str:
         pages = f" in pages of {self.spec.page_size}" if self.spec.page_size else ""
@@ -224,8 +230,14 @@ class PackedKernel(CpuKernel):
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
         """One tensor of bytes, whose size follows from the sequences' lengths too."""
-        size = self._workspace_bytes(call, direction, torch.get_num_threads(), (0, 0))
-        return (TensorSpec((size + _ALIGNMENT,), torch.uint8),)
+        threads = torch.get_num_threads()
+        key = (call.packed, call.query.shape, call.key.shape, threads, self.library.level)
+        last, sizes = self._last
+        if last[0] is not key[0] or last[1:] != key[1:]:
+            size = self._workspace_bytes(call, direction, threads, (0, 0))
+            sizes = (TensorSpec((size + _ALIGNMENT,), torch.uint8),)
+            self._last = key, sizes
+        return sizes
 
     def _workspace_bytes(
         self, call: Call, direction: str, threads: int, learned: tuple[int, int]
