@@ -212,3 +212,45 @@ def test_numbers_that_lead_outside_are_bounded() -> None:
         except anyflex.ArgumentError:  # the last offset is looked at in each call
             continue
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "head", "token"])
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_stored_numbers_give_what_their_products_with_scales_give(
+    storage: torch.dtype, kind: str, level: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pools = [
+        (torch.randn(60, 2, 16, 64, generator=generator) * 30).clamp(-127, 127).to(storage)
+        for _ in "kv"
+    ]
+    shape = {"tensor": (), "head": (2,), "token": (60, 2, 16)}[kind]
+    scales = [torch.rand(shape, generator=generator) / 30 for _ in "kv"]
+    dims = {"tensor": 0, "head": 2, "token": 1}[kind]
+    wide = [
+        pool.float() * scale.view([*shape, *[1] * dims])
+        for pool, scale in zip(pools, scales, strict=True)
+    ]
+    lengths = [37, 230, 1, 0]
+    table = torch.randperm(60, generator=generator).view(4, 15).int()
+    query = torch.randn(1 + 160 + 3 + 1, 8, 64, generator=generator)
+    found = []
+    for key, value, given in (
+        (*pools, {"k_scale": scales[0], "v_scale": scales[1]}),
+        (*wide, {}),
+    ):
+        batch = anyflex.Packed(int32([0, 1, 161, 164, 165]), int32(lengths), page_table=table)
+        found.append(
+            anyflex.flex_attention_packed(
+                query,
+                key,
+                value,
+                batch.begin(),
+                slope,
+                prefix,
+                enable_gqa=True,
+                backend="cpu",
+                **given,
+            )
+        )
+    torch.testing.assert_close(*found, rtol=0, atol=2e-5)

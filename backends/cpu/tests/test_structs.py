@@ -27,6 +27,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "af_program": structs.Program,
     "af_runs": structs.Runs,
     "af_pages": structs.Pages,
+    "af_scales": structs.Scales,
     "af_problem": structs.Problem,
     "af_forward_args": structs.ForwardArgs,
     "af_packed_args": structs.PackedArgs,

@@ -55,7 +55,10 @@ class Call:
             from these. None for a call that no plan was made for.
         dropout: numbers that say which pairs are dropped, where ``Spec.dropout``; else None.
         packed: whose rows are whose, where ``Spec.q_layout`` is ``"packed"``; else None.
-        k_scale, v_scale, sinks: reserved, None in contract 1.
+        k_scale, v_scale: float32, shaped as key and value without their last dimension, any
+            strides (0 too): what stored numbers are multiplied by, where ``Spec.kv_storage`` isn't
+            ``"plain"``; else None.
+        sinks: reserved, None in contract 1.
     """
 
     query: Tensor
@@ -71,10 +74,10 @@ class Call:
     kept: dict[object, Any] | None = field(default=None, repr=False)
     dropout: Dropout | None = None
     packed: PackedRows | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: ClassVar[tuple[int, int, int, int]] = (0, 0, 0, 0)
-    k_scale: ClassVar[None] = None
-    v_scale: ClassVar[None] = None
     sinks: ClassVar[None] = None
 
 

@@ -83,7 +83,10 @@ class Spec:
             q_class is then that of the longest one. Such a call asks for no gradients.
         kv_layout: of a packed call, ``"packed"`` or ``"paged"``.
         page_size: rows of a page, 0 where there are none.
-        index_map, kv_storage, sinks: reserved; contract 1 knows their defaults only.
+        kv_storage: of a packed call, ``"plain"`` where key and value have `dtype`; or they are
+            stored as ``"int8"`` or ``"fp8_e4m3"`` and multiplied by scales. Mods see scores after
+            that.
+        index_map, sinks: reserved; contract 1 knows their defaults only.
     """
 
     device_type: str
@@ -113,7 +116,7 @@ class Spec:
     kv_layout: Literal["dense", "packed", "paged"] = "dense"
     page_size: int = 0
     index_map: Literal["identity", "offset", "per_row"] = "identity"
-    kv_storage: Literal["plain"] = "plain"
+    kv_storage: Literal["plain", "int8", "fp8_e4m3"] = "plain"
     dropout: bool = False
     sinks: bool = False
 

@@ -96,7 +96,8 @@ def flex_attention_packed(
     )
     packed = step.packed
     paged = packed.page_table is not None
-    if k_scale is None and v_scale is None:
+    # Of the others one is stored and one isn't.
+    if key.dtype is value.dtype and (key.dtype is query.dtype or k_scale is not None):
         asked = CheckedCall(
             query.transpose(0, 1)[None],
             key if paged else key.transpose(0, 1)[None],
@@ -109,7 +110,7 @@ def flex_attention_packed(
             backend,
             0.0,
         )
-        own = in_own_layout(asked, step, mask_mod, enable_gqa)
+        own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
         if own is not None:
             found = own.out
             if sinks is not None and own.lse is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from anyflex.contract.call import Outputs
@@ -36,7 +37,11 @@ BLOCK = 128
 
 
 def in_own_layout(
-    checked: CheckedCall, step: Step, mask_mod: MaskMod | None, enable_gqa: bool
+    checked: CheckedCall,
+    step: Step,
+    mask_mod: MaskMod | None,
+    enable_gqa: bool,
+    scales: tuple[Tensor | None, Tensor | None],
 ) -> Outputs | None:
     """Compute a packed call by a backend that takes it as it is, or return None: nobody does.
 
@@ -44,12 +49,15 @@ def in_own_layout(
         checked: query is [1, Hq, T, E]; key and value are [1, Hkv, S, E | Ev], or pools of pages;
             without block mask.
         step: whose rows are whose.
+        scales: of key and value, as the user gave them.
     """
     query, key, value = checked.query, checked.key, checked.value
     packed = step.packed
     if in_graph() or packed.device.type != "cpu" or 0 in (packed.sequences, *key.shape):
         return None
-    check_tensors(query, key[:1], value[:1], enable_gqa)
+    # Stored keys and values stand for ones of the query's type.
+    one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
+    check_tensors(query, one_key, one_value, enable_gqa)
     differentiates = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     )
@@ -65,6 +73,11 @@ def in_own_layout(
         return None
     if inputs is None or True in inputs.request.gradients:
         return None
+    call = inputs.call
+    if key.dtype is not query.dtype:
+        call.k_scale, call.v_scale = (
+            _scale_of(each, scale) for each, scale in zip((key, value), scales, strict=True)
+        )
     refused = "refused", inputs.request, query.dtype, key.shape
     if step.has(refused):
         return None
@@ -75,7 +88,22 @@ def in_own_layout(
         return None
     if packed.page_table is not None:
         step.once(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
-    return launch_forward(plan, inputs.call)
+    return launch_forward(plan, call)
+
+
+def _of_type(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of this shape and type, without numbers."""
+    return stored if stored.dtype is dtype else stored.new_empty((), dtype=dtype).expand_as(stored)
+
+
+def _scale_of(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the scale of each row of each head."""
+    assert scale is not None
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    elif scale.dim() == 2:  # [S, Hkv], of packed rows
+        scale = scale.T[None]
+    return scale.expand(stored.shape[:3])
 
 
 def _inputs(checked: CheckedCall, step: Step, mask_mod: MaskMod | None) -> Inputs | None:

@@ -43,4 +43,4 @@ class StagedCopy:
         event.synchronize()
         staged = buffer[: values.shape[0]].copy_(values)
         target.copy_(staged, non_blocking=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(target.device))

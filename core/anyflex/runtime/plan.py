@@ -181,7 +181,7 @@ def plan_for(inputs: Inputs) -> Plan:
         # The number of rows changes with each step: what follows from it isn't worth keeping.
         page_size = key.shape[2] if request.kv_layout == "paged" else 0
         sizes = query.shape[3], value.shape[3], query.shape[1] // key.shape[1], page_size
-        packed_class = (facts, (*sizes, q_class(call.packed.max_q)))
+        packed_class = (facts, (*sizes, key.dtype, q_class(call.packed.max_q)))
         return _plan_of_class(packed_class, inputs, bound, names)
     exactly = (
         facts,
@@ -252,6 +252,10 @@ def spec_for(inputs: Inputs) -> Spec:
     return _spec(inputs, bound)
 
 
+_STORAGES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
+"""`Spec.kv_storage` of types that keys are stored in; other keys have the call's type."""
+
+
 def _spec(inputs: Inputs, bound: Bound) -> Spec:
     call, request = inputs.call, inputs.request
     query, key, value, views = call.query, call.key, call.value, call.mask
@@ -295,6 +299,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         q_layout="dense" if packed is None else "packed",
         kv_layout=request.kv_layout,  # type: ignore[arg-type]
         page_size=key.shape[2] if request.kv_layout == "paged" else 0,
+        kv_storage=_STORAGES.get(key.dtype, "plain"),  # type: ignore[arg-type]
     )
 
 

@@ -21,7 +21,8 @@ extern "C" {
 // Bumped with every change of a struct below; the Python side refuses another number.
 #define AF_ABI 6
 
-typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
+// The last two are types that keys and values may be stored in: int8 and float8_e4m3fn.
+typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2, AF_I8 = 3, AF_F8 = 4 } af_dtype;
 
 // Types of captured tensors and of interpreter registers, in the order of
 // anyflex.mod_graph.dtypes.DTYPES.
@@ -122,6 +123,12 @@ typedef struct {
     int64_t count;       // pages of the pool
 } af_pages;
 
+// What stored keys or values are multiplied by, for each row of each head; strides may be 0.
+typedef struct {
+    const float* data;
+    int64_t stride[3];  // batch, or page; head; row
+} af_scales;
+
 // The arguments that forward, decode and backward share.
 typedef struct {
     int32_t dtype;  // af_dtype
@@ -157,6 +164,9 @@ typedef struct {
     // pages.ids isn't NULL, and lse and max_scores have `packed_rows` rows a head. Else both are 0.
     af_pages pages;
     int64_t packed_rows;
+    // AF_I8 or AF_F8: keys and values are stored so, in packed sequences only; 0: in `dtype`.
+    int64_t kv_storage;
+    af_scales key_scales, value_scales;
 } af_problem;
 
 typedef struct {

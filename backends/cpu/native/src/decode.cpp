@@ -169,16 +169,28 @@ void scores_of_columns(const decode_run& run, const decode_buffers& b, const dec
     }
 #endif
 #if defined(__AVX512F__)
-    if (const int64_t n = columns_in_order(key, p.head_dim, begin, end)) {
-        with_width(p.head_dim, [&](auto width) {
-            scores_in_order<DTYPE, decltype(width)::value>(b.query, rows, key, begin, begin + n,
-                                                           run.scale.stored, score, decode_ld);
-        });
+    if constexpr (DTYPE <= AF_F16) {
+        const int64_t n = columns_in_order(key, p.head_dim, begin, end);
+        if (n > 0)
+            with_width(p.head_dim, [&](auto width) {
+                scores_in_order<DTYPE, decltype(width)::value>(
+                    b.query, rows, key, begin, begin + n, run.scale.stored, score, decode_ld);
+            });
         begin += n;
     }
 #endif
     decode_scores<DTYPE>(b.query, rows, key, p.head_dim, next, begin, end, run.scale.stored,
                          score, decode_ld);
+}
+
+// Multiplies columns [begin, end), which are neighbours, of a tile's rows by their scales.
+void scale_columns(const decode_run& run, const decode_tile& t, const af_scales& scales,
+                   int64_t begin, int64_t end, const float* from, float* to) {
+    const row_scales s =
+        scales_of(*run.p, scales, t.job.b, t.job.kv_head, t.span.begin, begin);
+    for (int64_t r = 0; r < run.plan.rows; ++r)
+        for (int64_t c = begin; c < end; ++c)
+            to[r * decode_ld + c] = from[r * decode_ld + c] * s.at[c * s.row];
 }
 
 template <int DTYPE>
@@ -187,6 +199,7 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
     const af_problem& p = *run.p;
     in_neighbours(run, t, [&](int64_t begin, int64_t end) {
         scores_of_columns<DTYPE>(run, b, t, begin, end, score);
+        if (DTYPE > AF_F16) scale_columns(run, t, p.key_scales, begin, end, score, score);
     });
     if (!p.score) return;
     for (int64_t head = 0; head < run.plan.heads; ++head) {
@@ -233,6 +246,9 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
     in_neighbours(run, t, [&](int64_t begin, int64_t end) {
         int64_t stop = end;
         const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
+        row_scales s = {nullptr, 0};
+        if (DTYPE > AF_F16)
+            s = scales_of(p, p.value_scales, t.job.b, t.job.kv_head, t.span.begin, begin);
         for (int64_t c = begin; c < end; ++c)
             for (int64_t r = 0; r < d.rows; ++r) {
                 const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
@@ -242,7 +258,8 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
                     const uint16_t kept = kept_bits(p, row, t.span.begin + c / 16 * 16);
                     if (!(kept >> (c % 16) & 1)) continue;
                 }
-                add_row(value, c, p.value_head_dim, b.score[r * decode_ld + c],
+                const float weight = b.score[r * decode_ld + c];
+                add_row(value, c, p.value_head_dim, s.at ? weight * s.at[c * s.row] : weight,
                         b.out + r * d.value_width);
             }
     });
@@ -257,7 +274,7 @@ void fetch_next([[maybe_unused]] const decode_run& run, [[maybe_unused]] const d
     const auto fetch = [&](const af_tensor& tensor, int64_t dim, int64_t begin, int64_t end) {
         int64_t neighbours = turn_in_order;
         const matrix m =
-            key_rows(p, tensor, p.dtype, t.job.b, t.job.kv_head, begin, 0, &neighbours);
+            key_rows(p, tensor, kv_dtype(p), t.job.b, t.job.kv_head, begin, 0, &neighbours);
         if (columns_in_order(m, dim, begin, end) == 0) return;
         const rows_ahead rows = rows_ahead_of(m, dim);
         for (int64_t c = 0; c < turn_in_order; ++c) rows.fetch(c);
@@ -294,8 +311,13 @@ void values_of_columns(const decode_run& run, const decode_buffers& b, const dec
     const matrix key = tile_rows<DTYPE>(run, t, p.key, after, begin, &stop);
     const rows_ahead next = rows_ahead_of(key, p.head_dim);
     const int rows = static_cast<int>(d.rows);
+    const float* weight = b.score;
+    if (DTYPE > AF_F16) {
+        scale_columns(run, t, p.value_scales, begin, end, b.score, b.spare);
+        weight = b.spare;
+    }
     if (d.panels) {
-        panel_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,
+        panel_values<DTYPE>(weight, decode_ld, rows, value, p.value_head_dim, next, begin, end,
                             b.out, d.value_width);
         return;
     }
@@ -304,21 +326,23 @@ void values_of_columns(const decode_run& run, const decode_buffers& b, const dec
         const tile_columns columns = columns_for_tiles(begin, end);
         const stream_block ahead = block_of(key, p.pages.ids ? columns.begin : 0,
                                             columns.stride(), 0, p.head_dim);
-        value_tiles(b.score, decode_ld, rows, value, p.value_head_dim, columns, ahead,
+        value_tiles(weight, decode_ld, rows, value, p.value_head_dim, columns, ahead,
                     reinterpret_cast<uint32_t*>(b.spare), b.out, d.value_width);
         begin = columns.end;
     }
 #endif
 #if defined(__AVX512F__)
-    if (const int64_t n = columns_in_order(value, p.value_head_dim, begin, end)) {
-        with_width(p.value_head_dim, [&](auto width) {
-            values_in_order<DTYPE, decltype(width)::value>(b.score, decode_ld, rows, value, begin,
-                                                           begin + n, b.out);
-        });
+    if constexpr (DTYPE <= AF_F16) {
+        const int64_t n = columns_in_order(value, p.value_head_dim, begin, end);
+        if (n > 0)
+            with_width(p.value_head_dim, [&](auto width) {
+                values_in_order<DTYPE, decltype(width)::value>(weight, decode_ld, rows, value,
+                                                               begin, begin + n, b.out);
+            });
         begin += n;
     }
 #endif
-    decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,
+    decode_values<DTYPE>(weight, decode_ld, rows, value, p.value_head_dim, next, begin, end,
                          b.out, d.value_width);
 }
 
@@ -352,7 +376,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
                     p.value_head_dim % (2 * VL) == 0;
     b.query = {b.query_rows, pairs ? b.pairs : nullptr, tiles ? b.tiles : nullptr, d.query_width};
     for (int64_t head = 0; head < d.heads; ++head) {
-        const matrix query = matrix_of(p.query, DTYPE, t.job.b, t.job.h + head, 0);
+        const matrix query = matrix_of(p.query, p.dtype, t.job.b, t.job.h + head, 0);
         const int64_t row = head * p.q_length * d.query_width;
         if (pairs)
             copy_rows_pairs(query, p.q_length, p.q_length, p.head_dim, d.query_width,
@@ -417,9 +441,11 @@ struct decode_batch {
 void decode_split_of(void* context, int64_t index, int thread) {
     const decode_batch& batch = *static_cast<decode_batch*>(context);
     const decode_run& run = batch.run_of(batch.first_job, &index);
-    switch (run.p->dtype) {
+    switch (kv_dtype(*run.p)) {
         case AF_F32: return decode_split<AF_F32>(run, index, thread);
         case AF_BF16: return decode_split<AF_BF16>(run, index, thread);
+        case AF_I8: return decode_split<AF_I8>(run, index, thread);
+        case AF_F8: return decode_split<AF_F8>(run, index, thread);
         default: return decode_split<AF_F16>(run, index, thread);
     }
 }
@@ -454,9 +480,8 @@ void combine(void* context, int64_t unit, int) {
 }
 
 double microseconds_of_decoding(const af_problem& p) {
-    const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const double bytes = double(p.batch) * p.kv_heads * p.kv_length *
-                         (p.head_dim + p.value_head_dim) * size;
+                         (p.head_dim + p.value_head_dim) * element_bytes(kv_dtype(p));
     const double reads = bytes / 1e4;
     const double products = microseconds_of_products(p, has_tiles && p.dtype == AF_BF16);
     return reads > products ? reads : products;

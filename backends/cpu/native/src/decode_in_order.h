@@ -22,7 +22,7 @@ constexpr int64_t turn_in_order = 16;
 // others are read in streams. Rows of these widths that aren't neighbours make no streams, so
 // every processor reads them in order.
 AF_INLINE int64_t columns_in_order(const matrix& m, int64_t dim, int64_t begin, int64_t end) {
-    const bool usual = m.col == 1 && (dim == 64 || dim == 96 || dim == 128);
+    const bool usual = m.col == 1 && m.dtype <= AF_F16 && (dim == 64 || dim == 96 || dim == 128);
     if (!usual || (m.row == dim && !af_reads_best_in_order())) return 0;
     return (end - begin) / turn_in_order * turn_in_order;
 }
@@ -40,7 +40,7 @@ AF_INLINE void with_width(int64_t dim, const F& f) {
 template <int DTYPE, int DIM>
 struct row_in_order {
     static_assert(DIM % (2 * VL) == 0 && turn_in_order % VL == 0, "whole vectors and groups");
-    static constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+    static constexpr int size = element_bytes(DTYPE);
     const char* at;
     int64_t step;  // bytes to the next row
 

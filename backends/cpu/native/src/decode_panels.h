@@ -59,7 +59,7 @@ struct lines_ahead {
     int64_t left_in_row, rows;
 
     AF_INLINE_MEMBER static lines_ahead of(const rows_ahead& next, int64_t column, int64_t rows) {
-        const int64_t size = next.rows.dtype == AF_F32 ? 4 : 2;
+        const int64_t size = element_bytes(next.rows.dtype);
         // Rows with gaps between their elements, or without a row stride, are left to the hardware
         // prefetcher.
         const bool lines = next.rows.col == 1 && next.rows.row != 0 && next.bytes > 0;

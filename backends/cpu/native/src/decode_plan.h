@@ -44,7 +44,7 @@ AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     if (d.split_keys < least_split) d.split_keys = least_split;
     d.splits = ceil_div(keys, d.split_keys);
     d.query_width = round_up(p.head_dim, 2 * VL);
-    d.pairs = has_pairs && p.dtype == AF_BF16;
+    d.pairs = has_pairs && kv_dtype(p) == AF_BF16;
     const auto fits = [](int64_t dim) { return dim > 0 && dim <= widest_panel; };
     d.panels = !d.pairs && d.rows >= least_panel_rows && fits(p.head_dim) && fits(p.value_head_dim);
     d.value_width = round_up(p.value_head_dim, d.panels ? NR : VL);

@@ -57,7 +57,7 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const matrix& key, con
     const float* a = q.row + row * q.width;
     const char* k[K];
     for (int i = 0; i < K; ++i) k[i] = address(key, at[i], 0);
-    constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+    constexpr int size = element_bytes(DTYPE);
     int64_t d = 0;
     if (key.col == 1)
         for (; d + VL <= dim; d += VL) {
@@ -130,7 +130,7 @@ struct rows_ahead {
 };
 
 inline rows_ahead rows_ahead_of(const matrix& rows, int64_t dim) {
-    return {rows, dim * (rows.dtype == AF_F32 ? 4 : 2)};
+    return {rows, dim * element_bytes(rows.dtype)};
 }
 
 // Calls f(first, n, stride) for columns [begin, end) in turns of `columns` a stream: the columns
@@ -194,7 +194,7 @@ template <int R, int N, int DTYPE>
 AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
                            const rows_ahead* next, int64_t first, int64_t n, int64_t stride,
                            int64_t d, float* out, int64_t width) {
-    constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+    constexpr int size = element_bytes(DTYPE);
     // Starts from 0: one sum through all keys would lose more.
     vf acc[R][N] = {};
     const auto add = [&](int64_t c) AF_FLAT {

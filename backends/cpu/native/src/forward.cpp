@@ -13,24 +13,32 @@
 namespace AF_LEVEL {
 namespace {
 
-// Rows [first, first + n) of keys or values, copied to `rows` where they are in pages.
-matrix chunk_rows(const forward_run& run, const af_tensor& tensor, int64_t dim, int64_t b,
-                  int64_t h, int64_t first, int64_t n, char* rows) {
+// Rows [first, first + n) of keys or values of the call's type, copied to `rows` where they are in
+// pages or stored in another type.
+matrix chunk_rows(const forward_run& run, const af_tensor& tensor, const af_scales& scales,
+                  int64_t dim, int64_t b, int64_t h, int64_t first, int64_t n, char* rows) {
     const af_problem& p = *run.p;
-    if (!p.pages.ids) return matrix_of(tensor, p.dtype, b, h, first);
-    const matrix copied = {rows, dim, 1, p.dtype};
-    const int64_t size = p.dtype == AF_F32 ? 4 : 2;
+    if (!copies_rows(p)) return matrix_of(tensor, p.dtype, b, h, first);
+    const int64_t size = element_bytes(p.dtype);
+    alignas(64) float row[AF_TILE_COLUMNS + VL];
     for (int64_t at = 0; at < n;) {
         int64_t end = n;
-        const matrix page = key_rows(p, tensor, p.dtype, b, h, first, at, &end);
+        const matrix page = key_rows(p, tensor, kv_dtype(p), b, h, first, at, &end);
+        row_scales s = {nullptr, 0};
+        if (p.kv_storage) s = scales_of(p, scales, b, h, first, at);
         for (; at < end; ++at) {
             char* to = rows + at * dim * size;
+            if (s.at) {
+                for (int64_t d = 0; d < dim; d += VL) store(row + d, fetch(page, at, d, dim - d));
+                store_row(row, dim, s.at[at * s.row], p.dtype, to);
+                continue;
+            }
             if (page.col == 1) memcpy(to, address(page, at, 0), dim * size);
             for (int64_t d = 0; page.col != 1 && d < dim; ++d)
                 memcpy(to + d * size, address(page, at, d), size);
         }
     }
-    return copied;
+    return {rows, dim, 1, p.dtype};
 }
 
 // One chunk of keys of one head: both operands.
@@ -42,14 +50,15 @@ void pack_keys(const forward_run& run, int64_t unit, int64_t first, char* rows) 
     const int64_t h = (run.first_unit + unit) % p.kv_heads;
     const int64_t n = smaller(pack_chunk, p.kv_length - first);
     const int64_t columns = smaller(pack_chunk, f.keys - first);
-    const matrix key = chunk_rows(run, p.key, p.head_dim, b, h, first, n, rows);
+    const matrix key = chunk_rows(run, p.key, p.key_scales, p.head_dim, b, h, first, n, rows);
     if (f.pairs)
         pack_transposed_pairs(key, n, p.head_dim, f.k, columns,
                               reinterpret_cast<uint32_t*>(to.key) + first * f.k / 2);
     else
         pack_transposed(key, n, p.head_dim, columns,
                         reinterpret_cast<float*>(to.key) + first * f.k);
-    const matrix value = chunk_rows(run, p.value, p.value_head_dim, b, h, first, n, rows);
+    const matrix value =
+        chunk_rows(run, p.value, p.value_scales, p.value_head_dim, b, h, first, n, rows);
     if (f.pairs)
         pack_straight_pairs(value, n, columns, p.value_head_dim,
                             reinterpret_cast<uint32_t*>(to.value) + first / 2 * NR,
@@ -160,7 +169,7 @@ void run_job(const forward_run& run, int64_t index, int thread) {
     const int rows = t.job.rows;
     if (rows <= 0) return;
     const forward_buffers b = run.buffers_of(thread);
-    pack(run, unit, b.page_rows);
+    pack(run, unit, b.copied_rows);
     t.head = run.head_at(unit);
     const subnormal_results flushed(false);
 

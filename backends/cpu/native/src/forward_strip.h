@@ -26,10 +26,13 @@ struct forward_buffers {
     char* query;
     float* out;  // [q_rows][value_width]
     softmax_state state;  // alpha is a strip's own
-    char* page_rows;      // [pack_chunk] rows of keys or values that lie in pages
+    char* copied_rows;    // [pack_chunk] rows of keys or values in one type, one after the other
     char* scratch;
     af_error* error;
 };
+
+// Whether rows of keys and values are copied before they are packed.
+inline bool copies_rows(const af_problem& p) { return p.pages.ids || p.kv_storage; }
 
 inline forward_buffers take_buffers(arena& memory, const af_problem& p, const forward_plan& f) {
     forward_buffers b;
@@ -48,8 +51,8 @@ inline forward_buffers take_buffers(arena& memory, const af_problem& p, const fo
     b.state.alpha = nullptr;
     b.state.nan = memory.take<uint8_t>(f.q_rows);
     const int64_t widest = larger(p.head_dim, p.value_head_dim);
-    b.page_rows =
-        memory.take<char>(p.pages.ids ? pack_chunk * widest * (p.dtype == AF_F32 ? 4 : 2) : 0);
+    b.copied_rows =
+        memory.take<char>(copies_rows(p) ? pack_chunk * widest * element_bytes(p.dtype) : 0);
     b.scratch = memory.take<char>(scratch_bytes(p, false));
     b.error = memory.take<af_error>(1);
     return b;

@@ -19,9 +19,12 @@ struct matrix {
     int32_t dtype;
 };
 
+AF_INLINE constexpr int element_bytes(int32_t dtype) {
+    return dtype == AF_F32 ? 4 : dtype <= AF_F16 ? 2 : 1;
+}
+
 AF_INLINE const char* address(const matrix& m, int64_t r, int64_t c) {
-    const int64_t size = m.dtype == AF_F32 ? 4 : 2;
-    return static_cast<const char*>(m.data) + (r * m.row + c * m.col) * size;
+    return static_cast<const char*>(m.data) + (r * m.row + c * m.col) * element_bytes(m.dtype);
 }
 
 // Prefetches neighbouring rows into L2.
@@ -40,23 +43,51 @@ AF_INLINE matrix matrix_of(const af_tensor& t, int32_t dtype, int64_t b, int64_t
     return m;
 }
 
+// The page of a key of the sequence, or of its last one, and the page's first key.
+struct key_page {
+    int64_t id, first;
+};
+AF_INLINE key_page page_of(const af_problem& p, int64_t key) {
+    const int64_t size = p.pages.size, last = (p.kv_length - 1) / size;
+    const int64_t page = key / size < last ? key / size : last, id = p.pages.ids[page];
+    return {id < 0 || id >= p.pages.count ? 0 : id, page * size};
+}
+
 // Rows of (b, h) of keys or values, counted from key `first` on, where they lie in memory; what is
 // returned holds for rows [at, *end), and *end is reduced to those that are neighbours.
 AF_INLINE matrix key_rows(const af_problem& p, const af_tensor& t, int32_t dtype, int64_t b,
                           int64_t h, int64_t first, int64_t at, int64_t* end) {
     if (!p.pages.ids) return matrix_of(t, dtype, b, h, first);
-    const int64_t size = p.pages.size, last = (p.kv_length - 1) / size;
-    const int64_t page = (first + at) / size < last ? (first + at) / size : last;
-    const int64_t id = p.pages.ids[page], left = (page + 1) * size - first;
+    const key_page page = page_of(p, first + at);
+    const int64_t left = page.first + p.pages.size - first;
     if (left < *end) *end = left;
-    matrix m = matrix_of(t, dtype, id < 0 || id >= p.pages.count ? 0 : id, h, 0);
-    m.data = address(m, first - page * size, 0);
+    matrix m = matrix_of(t, dtype, page.id, h, 0);
+    m.data = address(m, first - page.first, 0);
     return m;
+}
+
+// Scales of keys or values where `key_rows` has their rows: that of row r is at[r * row].
+struct row_scales {
+    const float* at;
+    int64_t row;
+};
+AF_INLINE row_scales scales_of(const af_problem& p, const af_scales& s, int64_t b, int64_t h,
+                               int64_t first, int64_t at) {
+    const key_page page = p.pages.ids ? page_of(p, first + at) : key_page{b, 0};
+    return {s.data + page.id * s.stride[0] + h * s.stride[1] + (first - page.first) * s.stride[2],
+            s.stride[2]};
+}
+
+// Type of keys and values in memory.
+AF_INLINE int32_t kv_dtype(const af_problem& p) {
+    return p.kv_storage ? static_cast<int32_t>(p.kv_storage) : p.dtype;
 }
 
 // VL elements at p as floats.
 AF_INLINE vf as_floats(const char* p, int32_t dtype) {
     if (dtype == AF_F32) return load(reinterpret_cast<const float*>(p));
+    if (dtype == AF_I8) return float_of_int8(p);
+    if (dtype == AF_F8) return float_of_f8(p);
     const vh x = load(reinterpret_cast<const uint16_t*>(p));
     return dtype == AF_BF16 ? float_of_bf16(x) : float_of_half(x);
 }
@@ -74,8 +105,10 @@ AF_INLINE auto specialised(matrix m, const F& f) {
             m.dtype = AF_BF16;
             return f(m);
         }
-        m.dtype = AF_F16;
-        return f(m);
+        if (m.dtype == AF_F16) {
+            m.dtype = AF_F16;
+            return f(m);
+        }
     }
     return f(m);
 }
@@ -85,7 +118,7 @@ AF_INLINE vf fetch(const matrix& m, int64_t r, int64_t c, int64_t n) {
     const char* p = address(m, r, c);
     if (n >= VL && m.col == 1) return as_floats(p, m.dtype);
     alignas(64) uint32_t words[VL] = {};
-    const int size = m.dtype == AF_F32 ? 4 : 2;
+    const int size = element_bytes(m.dtype);
     char* to = reinterpret_cast<char*>(words);
     for (int64_t i = 0; i < VL && i < n; ++i) memcpy(to + i * size, p + i * m.col * size, size);
     return as_floats(to, m.dtype);

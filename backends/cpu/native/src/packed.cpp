@@ -31,7 +31,7 @@ row_range rows_of(const af_packed_args& a, int64_t i) {
 af_forward_args sequence_of(const af_packed_args& a, int64_t i, int64_t block) {
     af_forward_args args = a.args;
     af_problem& p = args.problem;
-    const int64_t size = p.dtype == AF_F32 ? 4 : 2;
+    const int64_t size = p.dtype == AF_F32 ? 4 : 2, kv_size = p.kv_storage ? 1 : size;
     const row_range rows = rows_of(a, i);
     p.packed_rows = p.q_length;
     p.q_length = rows.end - rows.begin;
@@ -41,8 +41,12 @@ af_forward_args sequence_of(const af_packed_args& a, int64_t i, int64_t block) {
     if (args.max_scores) args.max_scores += rows.begin;
     if (a.kv_offsets) {
         const int64_t first = bounded(a.kv_offsets[i], 0, p.kv_length);
-        p.key.data = moved(p.key.data, first * p.key.stride[2], size);
-        p.value.data = moved(p.value.data, first * p.value.stride[2], size);
+        p.key.data = moved(p.key.data, first * p.key.stride[2], kv_size);
+        p.value.data = moved(p.value.data, first * p.value.stride[2], kv_size);
+        if (p.kv_storage) {
+            p.key_scales.data += first * p.key_scales.stride[2];
+            p.value_scales.data += first * p.value_scales.stride[2];
+        }
         p.kv_length = bounded(a.kv_lengths[i], 0, p.kv_length - first);
     } else {
         const int64_t row = bounded(a.table_rows ? a.table_rows[i] : i, 0, a.table_height - 1);
@@ -72,13 +76,11 @@ template <class F> void every_sequence(const af_packed_args& a, const F& f) {
     }
 }
 
-// Rows of no sequence.
-void clear_rest(const af_packed_args& a) {
+void clear_rows(const af_packed_args& a, int64_t begin, int64_t end) {
     const af_problem& p = a.args.problem;
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
-    const int64_t begin = a.sequences > 0 ? rows_of(a, a.sequences - 1).end : 0;
     for (int64_t h = 0; h < p.q_heads; ++h)
-        for (int64_t row = begin; row < p.q_length; ++row) {
+        for (int64_t row = begin; row < end; ++row) {
             const af_tensor& out = a.args.out;
             std::memset(moved(out.data, h * out.stride[1] + row * out.stride[2], size), 0,
                         p.value_head_dim * size);
@@ -86,6 +88,17 @@ void clear_rest(const af_packed_args& a) {
             if (a.args.lse) a.args.lse[index] = -__builtin_inff();
             if (a.args.max_scores) a.args.max_scores[index] = -__builtin_inff();
         }
+}
+
+// Rows of no sequence: those from the last offset on, and, where offsets were overwritten, others.
+void clear_rest(const af_packed_args& a) {
+    int64_t done = 0;
+    for (int64_t i = 0; i < a.sequences; ++i) {
+        const row_range rows = rows_of(a, i);
+        clear_rows(a, done, rows.begin);
+        done = rows.end > done ? rows.end : done;
+    }
+    clear_rows(a, done, a.args.problem.q_length);
 }
 
 struct packed_needs {

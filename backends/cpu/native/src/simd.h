@@ -254,6 +254,40 @@ AF_INLINE vf float_of_half(vh x) {
     return as_float(bits | ((h & 0x8000u) << 16));
 #endif
 }
+// VL bytes at p: int8, and float8_e4m3fn, which has no infinities.
+AF_INLINE vf float_of_int8(const char* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    typedef int8_t vb __attribute__((vector_size(VL)));
+    vb x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+#endif
+}
+AF_INLINE vf float_of_f8(const char* p) {
+#if defined(__AVX512F__)
+    const vu x = reinterpret_cast<vu>(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    const vu x = reinterpret_cast<vu>(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    typedef uint8_t vb __attribute__((vector_size(VL)));
+    vb bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    const vu x = __builtin_convertvector(bytes, vu);
+#endif
+    // Shift into place and multiply by 2^120: exact, subnormals included.
+    const vu size = x & 0x7fu;
+    const vu bits = as_uint(as_float(size << 20) * splat(0x1p120f));
+    const vu nan = reinterpret_cast<vu>(size == 0x7fu) & 0x7fc00000u;
+    return as_float(bits | nan | ((x & 0x80u) << 24));
+}
 AF_INLINE vh half_of_float(vf x) {
 #if defined(__AVX512F__)
     return reinterpret_cast<vh>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

@@ -19,7 +19,14 @@ from anyflex_cpu import structs
 from anyflex_cpu.index_ranges import LIMITS
 from anyflex_cpu.programs import Programs, number_slots
 
-__all__ = ["Arguments", "Block", "packed_values", "shared_values", "tensor_values"]
+__all__ = [
+    "Arguments",
+    "Block",
+    "packed_values",
+    "shared_values",
+    "storage_values",
+    "tensor_values",
+]
 
 _pack_tensors = structs.TENSORS.packer.pack_into
 _pack_mods = structs.MODS.packer.pack_into
@@ -28,7 +35,7 @@ _TABLE_AT = ctypes.sizeof(structs.BackwardArgs)
 _NO_RUNS = (0, 0, 0, 0, 0, 0)
 _NO_OFFSETS = (0, 0, 0, 0)
 _NO_DROPOUT = (0, 0, 0, 1.0)
-_NOT_PACKED = (0, 0, 0, 0)
+_NOT_PACKED = (0,) * 13
 
 
 class Block:
@@ -230,6 +237,15 @@ def _may_be_wide(packed: PackedRows) -> bool:
     """Whether a sequence may have indices outside of `LIMITS`."""
     lowest, highest = packed.lowest, packed.highest
     return lowest is None or highest is None or lowest < 0 or highest >= LIMITS.heads
+
+
+def storage_values(call: Call, storage: str) -> tuple[int, ...]:
+    """Return the values of `structs.STORAGE`."""
+    scales = []
+    for scale in (call.k_scale, call.v_scale):
+        assert scale is not None
+        scales += [scale.data_ptr(), *scale.stride()]
+    return (structs.STORAGE_CODES[storage], *scales)
 
 
 def packed_values(call: Call) -> tuple[int, ...]:

@@ -45,7 +45,8 @@ class CpuBackend(Backend):
         captured_dtypes=frozenset(DTYPES.values()),
         deterministic=True,
         operations=frozenset(OPERATIONS),
-        known_fields=CONTRACT_1_FIELDS | {"dropout", "q_layout", "kv_layout", "page_size"},
+        known_fields=CONTRACT_1_FIELDS
+        | {"dropout", "q_layout", "kv_layout", "page_size", "kv_storage"},
     )
     options: ClassVar[Mapping[str, Option]] = {
         "mods": Option(

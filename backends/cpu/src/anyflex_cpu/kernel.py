@@ -21,7 +21,7 @@ from anyflex.plugin import (
     TensorSpec,
 )
 from anyflex_cpu import structs
-from anyflex_cpu.arguments import Arguments, Block, packed_values, tensor_values
+from anyflex_cpu.arguments import Arguments, Block, packed_values, storage_values, tensor_values
 from anyflex_cpu.library import Library
 from anyflex_cpu.programs import Programs
 
@@ -43,6 +43,8 @@ it."""
 
 _pack_packed = structs.PACKED.packer.pack_into
 _PACKED_AT = structs.PACKED.offset
+_pack_storage = structs.STORAGE.packer.pack_into
+_STORAGE_AT = structs.STORAGE.offset
 
 
 class CpuKernel(Kernel):
@@ -244,13 +246,20 @@ class PackedKernel(CpuKernel):
     ) -> int:
         block = self._block()
         self.arguments.write_problem(call, threads, block)
-        _pack_packed(block.memory, _PACKED_AT, *packed_values(call))
+        self._write(block, call)
         size = self.library.packed_workspace(block.address)
         self._blocks.append(block)
         return size
 
-    def _run(self, block: Block, call: Call) -> int:
+    def _write(self, block: Block, call: Call) -> None:
+        """Write what a dense call doesn't have."""
         _pack_packed(block.memory, _PACKED_AT, *packed_values(call))
+        storage = self.spec.kv_storage
+        if storage != "plain":
+            _pack_storage(block.memory, _STORAGE_AT, *storage_values(call, storage))
+
+    def _run(self, block: Block, call: Call) -> int:
+        self._write(block, call)
         return self.library.packed_forward(block.address, block.error_address)
 
 

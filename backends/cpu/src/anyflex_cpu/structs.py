@@ -25,6 +25,8 @@ __all__ = [
     "GRAD_OWNED",
     "MODS",
     "PACKED",
+    "STORAGE",
+    "STORAGE_CODES",
     "TENSORS",
     "TYPE_CODES",
     "BackwardArgs",
@@ -38,6 +40,7 @@ __all__ = [
     "Problem",
     "Program",
     "Runs",
+    "Scales",
     "Tensor",
     "Tile",
 ]
@@ -50,6 +53,9 @@ GRAD_DOUBLE, GRAD_OWNED = 1, 2
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """af_dtype."""
+
+STORAGE_CODES = {"plain": 0, "int8": 3, "fp8_e4m3": 4}
+"""Values of kv_storage."""
 
 TYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 """af_type."""
@@ -114,6 +120,12 @@ class Pages(ctypes.Structure):
     _fields_ = _fields((c_void_p, "ids"), (c_int64, "size count"))
 
 
+class Scales(ctypes.Structure):
+    """af_scales."""
+
+    _fields_ = _fields((c_void_p, "data"), (c_int64 * 3, "stride"))
+
+
 class Problem(ctypes.Structure):
     """af_problem."""
 
@@ -131,7 +143,8 @@ class Problem(ctypes.Structure):
         (c_uint32, "dropout_threshold"),
         (c_float, "dropout_scale"),
         (Pages, "pages"),
-        (c_int64, "packed_rows"),
+        (c_int64, "packed_rows kv_storage"),
+        (Scales, "key_scales value_scales"),
     )
 
 
@@ -222,6 +235,8 @@ MODS = Part(Problem, "has_mask")
 """Fields of af_problem that are the same for all calls without mask and mods."""
 FORWARD = Part(ForwardArgs, "out")
 """af_forward_args after its problem."""
+STORAGE = Part(Problem, "kv_storage")
+"""Fields of af_problem for keys and values of another type."""
 PACKED = Part(PackedArgs, "sequences")
 """af_packed_args after its arguments of forward."""
 BACKWARD = Part(BackwardArgs, "out")
