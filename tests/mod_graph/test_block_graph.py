@@ -239,7 +239,7 @@ def test_what_is_said_of_random_graphs_is_true(depth: int) -> None:
     assert said > 600
 
 
-SPECIAL = (NAN, INF, -INF, 0.0, -0.0, 3.0e38, -7.5)
+SPECIAL = (NAN, -INF, 0.0, -7.5, *((INF, -0.0, 3.0e38) if SOAK else ()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
