@@ -23,13 +23,11 @@ def quantised(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     A row that holds a NaN or an infinity has such a scale, so all of it is read as non-finite.
     """
     largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
-    wide = rows.float()
-    scale = (wide.abs().amax(-1) / largest).clamp(min=_SMALLEST_SCALE)
-    # The largest quotient is within 2^-22 of `largest`, and conversion rounds it there.
-    ratio = wide / scale[..., None]
-    if dtype is torch.int8:
-        ratio = ratio.round().nan_to_num(0.0)  # converting NaN to an integer is undefined
-    return ratio.to(dtype), scale
+    scale = (rows.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
+    # The largest quotient is within 2^-22 of `largest`, and conversion rounds it there. A NaN may
+    # become any int8: its scale isn't finite, so neither is a product with it.
+    ratio = rows / scale[..., None]
+    return (ratio.round_() if dtype is torch.int8 else ratio).to(dtype), scale
 
 
 def bytes_of(pool: Tensor) -> Tensor:
