@@ -287,7 +287,7 @@ class Sequences:
             )
         seen = set()
         for pair in wanted:
-            if not isinstance(pair, tuple) or len(pair) != 2:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ArgumentTypeError(
                     f"step: wanted must hold (slot, new tokens), got {pair!r}."
                 )
