@@ -169,6 +169,7 @@ bench:
 	@$(RUN) bench/registry_scan.py
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
 	@$(RUN) bench/warm_call.py
+	@$(RUN) bench/paged_cache.py
 	@$(RUN) bench/block_masks.py
 	@$(RUN) bench/conformance_time.py
 	@$(RUN) bench/cpu_first_calls.py

@@ -174,7 +174,7 @@ class Sequences:
         starts = self._length_tensor.index_select(0, request.slots)
         lengths = starts + request.tokens
         crowded = lengths > self._room_tensor.index_select(0, request.slots)
-        growing = request.slots[crowded].tolist()
+        growing = request.slots.masked_select(crowded).tolist()
         copies: list[tuple[int, int]] = []
         if growing:
             if self._pages_needed(growing, request.counts) > self.owners.available:
@@ -187,8 +187,8 @@ class Sequences:
         """Check a request's form, and make tensors of it."""
         try:
             counts = dict(wanted)
-            slots = _tensor(array("q", counts), torch.int64)
-            tokens = _tensor(array("i", counts.values()), torch.int32)
+            slots = _tensor(array("q", [*counts]), torch.int64)
+            tokens = _tensor(array("i", [*counts.values()]), torch.int32)
             count = len(wanted)
         except (TypeError, ValueError, OverflowError) as error:
             self._refuse(wanted, error)
@@ -199,7 +199,7 @@ class Sequences:
             self._refuse(wanted)
         if least < 0 or longest > most:
             self._refuse(wanted)
-        return Request(counts, slots, tokens, int(tokens.sum()), longest)
+        return Request(counts, slots, tokens, sum(counts.values()), longest)
 
     def _pages_needed(self, slots: list[int], counts: dict[int, int]) -> int:
         """Number of pages that sequences need to grow, copies of shared ones included."""
