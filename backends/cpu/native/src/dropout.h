@@ -1,7 +1,7 @@
 // Dropout: which pairs of a query row are kept.
 //
 // A pair's 32 random bits are a hash of its key's index under two keys of its row, which are
-// hashes of the seed and the row's indices; docs/plugins.md has the function. Every backend has
+// hashes of the seed and the row's indices; docs/plugins-advanced.md has the function. Every backend has
 // the same bits, so they don't depend on tiles, and backward makes forward's again.
 #pragma once
 #include "anyflex_cpu.h"

@@ -19,6 +19,11 @@ class drawing {
         nonfinite_ = INPUTS;
         if (draw({0, 0, 0, 1})) nonfinite_ = draw({QUERY, KEY, VALUE, DOUT});
         if (kind == NONFINITE_KEYS) nonfinite_ = draw({KEY, VALUE});
+        dropped_ = {{uint32_t(random_()), uint32_t(random_())}, 0, 1};
+        if (draw({0, 0, 0, 1})) {  // a quarter of the pairs
+            dropped_.threshold = 1u << 30;
+            dropped_.scale = 4.0f / 3;
+        }
     }
 
     int64_t draw(std::vector<int64_t> from) { return from[random_() % from.size()]; }
@@ -122,6 +127,7 @@ class drawing {
     bool shared_;
     int64_t nonfinite_;  // which input isn't finite everywhere; INPUTS: none
     int64_t q_block_, kv_block_;
+    dropout dropped_;
     mods mods_;
 };
 

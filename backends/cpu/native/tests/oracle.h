@@ -19,6 +19,26 @@ struct shape {
     }
 };
 
+// Which pairs are kept, by the function of docs/plugins-advanced.md; all where `threshold` is 0.
+struct dropout {
+    uint32_t words[2], threshold;
+    float scale;
+
+    static uint32_t hashed(uint32_t word, uint32_t between) {
+        word = ((word ^ (word >> 16)) * 0x21f0aaadu) ^ between;
+        word = (word ^ (word >> 15)) * 0x735a2d97u;
+        return word ^ (word >> 15);
+    }
+    bool keeps(int64_t b, int64_t h, int64_t q, int64_t k) const {
+        uint32_t row[2];
+        for (int i = 0; i < 2; ++i) {
+            row[i] = words[i];
+            for (int64_t index : {b, h, q}) row[i] = hashed(row[i] ^ uint32_t(index), 0);
+        }
+        return hashed(row[0] ^ uint32_t(k), row[1]) >= threshold;
+    }
+};
+
 // All arrays are dense, in the order of their indices.
 struct wanted {
     std::vector<double> out, lse, row_max, dq, dk, dv;
@@ -35,7 +55,7 @@ struct wanted {
 inline wanted formula(const shape& n, const std::vector<double>& query,
                       const std::vector<double>& key, const std::vector<double>& value,
                       const std::vector<double>& dout, const std::vector<float>& dlse,
-                      double scale, mods& mod) {
+                      double scale, const dropout& dropped, mods& mod) {
     const int64_t E = n.head_dim, V = n.value_head_dim;
     wanted w;
     w.out.assign(n.rows() * V, 0);
@@ -69,17 +89,20 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
                 w.lse[row] = row_max + std::log(row_sum);
                 for (int64_t k : live) {
                     weight[k] /= row_sum;
+                    if (!dropped.keeps(b, h, q, k)) continue;
+                    const double given = weight[k] * dropped.scale;
                     for (int64_t e = 0; e < V; ++e)
-                        w.out[row * V + e] += weight[k] * value[n.key(b, h, k) * V + e];
+                        w.out[row * V + e] += given * value[n.key(b, h, k) * V + e];
                 }
                 for (int64_t e = 0; e < V; ++e) delta += dout[row * V + e] * w.out[row * V + e];
                 delta -= dlse[row];
                 for (int64_t k : live) {
                     const int64_t at = n.key(b, h, k);
+                    const bool kept = dropped.keeps(b, h, q, k);
                     double dp = 0;
-                    for (int64_t e = 0; e < V; ++e) {
-                        dp += dout[row * V + e] * value[at * V + e];
-                        w.dv[at * V + e] += weight[k] * dout[row * V + e];
+                    for (int64_t e = 0; kept && e < V; ++e) {
+                        dp += dropped.scale * dout[row * V + e] * value[at * V + e];
+                        w.dv[at * V + e] += dropped.scale * weight[k] * dout[row * V + e];
                     }
                     const double modified = weight[k] * (dp - delta);
                     mod.learn(modified, weight[k] * (std::fabs(dp) + std::fabs(delta)), h, q, k);

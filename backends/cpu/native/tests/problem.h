@@ -57,6 +57,10 @@ class problem : drawing {
         p.scale = 1 / std::sqrt(double(n_.head_dim));
         p.wanted = static_cast<int32_t>(draw({7, 7, 7, 1, 2, 6}));
         p.kv_batch_is_shared = shared_;
+        p.dropout_words[0] = dropped_.words[0];
+        p.dropout_words[1] = dropped_.words[1];
+        p.dropout_threshold = dropped_.threshold;
+        p.dropout_scale = dropped_.scale;
         if (mods_.masked) {
             p.has_mask = 1;
             p.q_block = static_cast<int32_t>(q_block_);
@@ -97,6 +101,7 @@ class problem : drawing {
         covered.shared_batches += shared_ && n_.batch > 1;
         covered.masks_by_head += mods_.masked && by_head;
         covered.reads_outside += outside;
+        covered.dropouts += dropped_.threshold != 0 && n_.rows() > 0 && n_.kv_length > 0;
         if (outside) {
             compare("the tensor that was read outside", number_, error.captured, TABLE, 0);
             compare("its dimension", number_, error.dim, 1, 0);
@@ -110,7 +115,7 @@ class problem : drawing {
         if (with_dlse)
             for (float& each : dlse) each = normal(random_);
         const wanted w = formula(n_, query.values, of_all_batches(key), of_all_batches(value),
-                                 dout.values, dlse, p.scale, mods_);
+                                 dout.values, dlse, p.scale, dropped_, mods_);
         const bool nonfinite = nonfinite_ != INPUTS && inputs[nonfinite_]->size > 0;
         if (nonfinite && n_.rows() > 0 && n_.kv_length > 0)
             ++(w.has_nan() ? covered.nonfinite_seen : covered.nonfinite_unseen);
