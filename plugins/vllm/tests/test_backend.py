@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +113,14 @@ def test_a_choice_for_one_kind_of_layers_on_a_cpu() -> None:
         pytest.raises(anyflex.ArgumentError, match="backend_per_kind must not name ANYFLEX on"),
     ):
         AttentionBackendEnum.CPU_ATTN.get_class()
+
+
+def test_a_process_that_has_loaded_no_plugin_is_told_of_the_choice() -> None:
+    anyflex_vllm.register()
+    choice = pickle.dumps(AttentionConfig(backend="ANYFLEX"))
+    program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).backend.name)"
+    done = subprocess.run([sys.executable, "-c", program], input=choice, capture_output=True)
+    assert done.stdout.split()[-1:] == [b"ANYFLEX"], done.stderr.decode()
 
 
 def test_another_plugin_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

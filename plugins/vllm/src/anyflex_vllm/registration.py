@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyflex_vllm.versions import check_version
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "register", "registered"]
 
 NAME = "ANYFLEX"
 """Value of vLLM's `attention_backend` that chooses anyflex."""
@@ -38,5 +40,20 @@ def register() -> None:
             "name one of the two plugins in VLLM_PLUGINS"
         )
     register_backend(NAME, BACKEND)
+    # vLLM sends its configuration to processes that unpickle it before they load plugins. There
+    # a member is looked up by its value, which only registration makes known.
+    AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (registered, ())
     # vLLM asks for CPU_ATTN on a CPU, whatever the user has chosen.
     register_backend(cpu, ON_A_CPU)
+
+
+def registered() -> Any:
+    """Return ANYFLEX as a member of vLLM's enumeration of backends, after registering it.
+
+    Raises:
+        ArgumentError: as `register`.
+    """
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[NAME]
