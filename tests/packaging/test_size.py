@@ -15,7 +15,7 @@ CAPABILITIES = {
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
     "what authors of backends declare and read: node_dtypes, doctor on decoding": 130,
     "an attention implementation for Hugging Face transformers": 830,
-    "an attention backend for vLLM": 470,
+    "an attention backend for vLLM": 490,
     "gradients of biases for each pair, summed once on a CPU": 110,
     "packed sequences and keys in pages, by any backend's dense kernels": 1_090,
     "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 680,
