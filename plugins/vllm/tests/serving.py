@@ -17,6 +17,7 @@ os.environ.update(
 )
 
 import anyflex_vllm
+import torch
 import vllm
 
 __all__ = ["Answer", "Request", "embed", "serve"]
@@ -106,11 +107,11 @@ def _engine(folder: Path, **options: Any) -> Iterator[Any]:
         block_size=32,
         **options,
     )
+    engine = vllm.LLMEngine.from_engine_args(arguments)
     try:
-        engine = vllm.LLMEngine.from_engine_args(arguments)
         yield engine
-        engine.engine_core.shutdown()
     finally:
+        engine.engine_core.shutdown()
         # The next engine of this process may need other groups of processes.
         vllm.distributed.cleanup_dist_env_and_memory()
 
@@ -124,4 +125,5 @@ def _greedy(tokens: int) -> Any:
 def _poison(worker: Any) -> None:
     """Fill the cache with NaN: only rows that were written may reach a result."""
     for cache in worker.model_runner.kv_caches:
-        cache.fill_(float("nan"))
+        # All bits set are a NaN in each floating type, fp8 too.
+        cache.view(torch.uint8).fill_(0xFF)

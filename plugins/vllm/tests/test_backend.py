@@ -16,7 +16,6 @@ pytest.importorskip("vllm", reason="vLLM isn't installed; it needs a torch of it
 import anyflex_vllm
 from anyflex_vllm.attention import AnyflexImpl
 from anyflex_vllm.backend import AnyflexBackend
-from anyflex_vllm.cache import write_cache
 from anyflex_vllm.metadata import AnyflexMetadataBuilder
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
@@ -31,7 +30,7 @@ SIZES = (4, 32, 0.5, 2)
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", "fp8_e5m2"),
         ("kv_cache_dtype", "int8_per_token_head"),
         ("attn_type", AttentionType.ENCODER_DECODER),
         ("attn_type", AttentionType.ENCODER),
@@ -85,8 +84,6 @@ def test_no_number_of_a_batch_is_read_on_the_host() -> None:
     )
     builder = AnyflexMetadataBuilder(None, [], None, torch.device("meta"))
     step, tokens, causal = builder.build(0, batch)
-    cache, rows = (torch.empty(shape, device="meta") for shape in ((5, 2, 4, 6), (3, 2, 3)))
-    write_cache(cache, rows, rows, torch.empty(3, dtype=torch.int64, device="meta"))
     assert (step.packed.page_table is batch.block_table_tensor, tokens, causal) == (True, 6, True)
 
 

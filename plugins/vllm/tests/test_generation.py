@@ -35,7 +35,9 @@ REQUESTS = [
 ]
 
 
-def check(model: Any, requests: list[Request], answers: list[Answer]) -> None:
+def check(
+    model: Any, requests: list[Request], answers: list[Answer], tolerance: float = 1e-4
+) -> None:
     """Check that each token is the likeliest one of the model alone, and its probability."""
     assert len(answers) == len(requests)
     for request, answer in zip(requests, answers, strict=True):
@@ -44,9 +46,12 @@ def check(model: Any, requests: list[Request], answers: list[Answer]) -> None:
         with torch.no_grad():
             logits = model(torch.tensor([request.prompt + answer.tokens])).logits[0]
         alone = logits[len(request.prompt) - 1 : -1].log_softmax(-1)
-        assert alone.argmax(-1).tolist() == answer.tokens
+        chosen = alone.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         likeliest = alone.max(-1).values
-        torch.testing.assert_close(torch.tensor(answer.logprobs), likeliest, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(chosen, likeliest, atol=tolerance, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(answer.logprobs), chosen, atol=tolerance, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,14 +9,15 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import anyflex
-from anyflex_vllm.cache import write_cache
 from anyflex_vllm.metadata import AnyflexMetadata
 from anyflex_vllm.mods import mask_mod, score_mod
 
 __all__ = ["ATTENTION_TYPES", "CACHE_DTYPES", "AnyflexImpl"]
 
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-CACHE_DTYPES = ("auto", "float16", "bfloat16")
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+QUANTISED = torch.float8_e4m3fn
+"""Numbers of a cache whose dtype vLLM calls fp8; it hands the cache over as bytes."""
 
 
 class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
@@ -27,7 +28,7 @@ class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
         scale: multiplied into q k^T.
         alibi_slopes: one for each query head; None: no ALiBi.
         sliding_window: keys that a token sees, its own included; None: all.
-        kv_cache_dtype: how vLLM's option of that name says it; the query's dtype.
+        kv_cache_dtype: one of `CACHE_DTYPES`; the query's dtype, or 8 bits with one scale a layer.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; None and 0: they don't.
         attn_type: one of `ATTENTION_TYPES`.
         kv_sharing_target_layer_name: the layer whose cache this one reads; vLLM binds it.
@@ -71,6 +72,7 @@ class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self._encodes = attn_type == AttentionType.ENCODER_ONLY
+        self._quantised = kv_cache_dtype.startswith("fp8")
         self._score_mod = score_mod(alibi_slopes, logits_soft_cap or None, self._encodes)
         # Kept, so that a step finds the mask that it has seen in an earlier layer.
         self._mask_mods = {
@@ -92,7 +94,7 @@ class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
         """Write attention of the batch to `output` and return it.
 
         Args:
-            layer: vLLM's layer.
+            layer: vLLM's layer, which has the scales of a quantised cache.
             query: [tokens, num_heads, head_size].
             key, value: [tokens, num_kv_heads, head_size]; a decoder's are in the cache already.
             kv_cache: [blocks, num_kv_heads, block, key's and value's head sizes]; any strides.
@@ -112,7 +114,7 @@ class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
         if self._encodes:
             keys, values = key[:tokens], value[:tokens]
         else:
-            keys, values = kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+            keys, values = self._pools(kv_cache)
         with torch.no_grad():
             anyflex.flex_attention_packed(
                 query[:tokens],
@@ -124,6 +126,8 @@ class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
                 scale=self.scale,
                 enable_gqa=self.num_kv_heads != self.num_heads,
                 sinks=self.sinks,
+                k_scale=layer._k_scale if self._quantised else None,
+                v_scale=layer._v_scale if self._quantised else None,
                 out=output[:tokens],
             )
         return output
@@ -132,8 +136,24 @@ class AnyflexImpl(AttentionImpl[AnyflexMetadata]):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the batch's keys and values to the cache; vLLM calls it before `forward`."""
-        if not self._encodes:
-            write_cache(kv_cache, key, value, slot_mapping)
+        if self._encodes:
+            return
+        tokens = slot_mapping.shape[0]
+        key, value = key[:tokens], value[:tokens]
+        if self._quantised:
+            key, value = _quantised(key, layer._k_scale), _quantised(value, layer._v_scale)
+        # Padding has slot -1, which isn't in the cache: such rows are dropped.
+        torch.ops.anyflex.append_kv(*self._pools(kv_cache), None, None, key, value, slot_mapping)
+
+    def _pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values in pages, views of the cache."""
+        cache = kv_cache.view(QUANTISED) if self._quantised else kv_cache
+        return cache[..., : self.head_size], cache[..., self.head_size :]
+
+
+def _quantised(rows: Tensor, scale: Tensor) -> Tensor:
+    largest = torch.finfo(QUANTISED).max
+    return (rows.float() / scale).clamp(-largest, largest).to(QUANTISED)
 
 
 def _refuse(name: str, given: Any, required: str) -> NoReturn:
