@@ -96,7 +96,7 @@ def flex_attention_packed(
     )
     packed = step.packed
     paged = packed.page_table is not None
-    # Of the others one is stored and one isn't.
+    # Where one of them is stored in 8 bits and one is not, core multiplies.
     if key.dtype is value.dtype and (key.dtype is query.dtype or k_scale is not None):
         asked = CheckedCall(
             query.transpose(0, 1)[None],

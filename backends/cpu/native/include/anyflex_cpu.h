@@ -123,7 +123,7 @@ typedef struct {
     int64_t count;       // pages of the pool
 } af_pages;
 
-// What stored keys or values are multiplied by, for each row of each head; strides may be 0.
+// Factors of stored keys or values, for each row of each head; strides may be 0.
 typedef struct {
     const float* data;
     int64_t stride[3];  // batch, or page; head; row

@@ -190,8 +190,11 @@ void add_nonfinite(const forward_run& run, const forward_buffers& b, const forwa
     const forward_job& job = s.tile.job;
     for (int64_t c = 0; c < span.end - span.begin; ++c) {
         if (!s.tile.head.nonfinite[span.begin + c]) continue;
-        const matrix value =
-            matrix_of(p.value, p.dtype, job.b, job.h / run.plan.group, span.begin + c);
+        const int64_t kv_head = job.h / run.plan.group, key = span.begin + c;
+        int64_t one = 1;
+        const matrix value = key_rows(p, p.value, kv_dtype(p), job.b, kv_head, key, 0, &one);
+        float scale = 1.0f;
+        if (p.kv_storage) scale = *scales_of(p, p.value_scales, job.b, kv_head, key, 0).at;
         for (int r = 0; r < s.rows; ++r) {
             const uint16_t bits = s.live.live[(s.first + r) * s.live.ld + c / 16];
             if (!(bits >> (c % 16) & 1)) continue;
@@ -202,7 +205,7 @@ void add_nonfinite(const forward_run& run, const forward_buffers& b, const forwa
                 const uint32_t word = uint32_t(half) << 16;
                 memcpy(&weight, &word, 4);
             }
-            add_row(value, 0, p.value_head_dim, weight,
+            add_row(value, 0, p.value_head_dim, weight * scale,
                     b.out + (s.first + r) * run.plan.value_width);
         }
     }

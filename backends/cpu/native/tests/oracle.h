@@ -94,6 +94,9 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
                     for (int64_t e = 0; e < V; ++e)
                         w.out[row * V + e] += given * value[n.key(b, h, k) * V + e];
                 }
+                // The row's weights are NaN, and so is out, also where all of them are dropped.
+                if (std::isnan(row_sum))
+                    for (int64_t e = 0; e < V; ++e) w.out[row * V + e] = NAN;
                 for (int64_t e = 0; e < V; ++e) delta += dout[row * V + e] * w.out[row * V + e];
                 delta -= dlse[row];
                 for (int64_t k : live) {

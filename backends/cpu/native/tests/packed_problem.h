@@ -1,5 +1,6 @@
 // A random call of packed sequences, whose results are compared with those of each sequence alone,
-// bit for bit: what a sequence computes depends on it alone.
+// bit for bit, because what a sequence computes depends on it alone; and the same call with keys in
+// pages.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -84,8 +85,13 @@ class packed_problem {
         a.table_height = a.sequences;
         if (a.sequences == 0) a.page_table = nullptr;
         const result paged = forward(a);
-        same("out in pages", paged.out, packed.out);
-        same("lse in pages", bytes(paged.lse), bytes(packed.lse));
+        // Products of rows that are no neighbours are summed in another order.
+        const double limit = dtype == AF_F32 ? 2e-5 : dtype == AF_BF16 ? 4e-2 : 5e-3;
+        for (size_t i = 0; i < packed.out.size(); i += bytes_of(dtype))
+            compare("out in pages", number_, got(paged.out.data() + i, dtype),
+                    got(packed.out.data() + i, dtype), limit);
+        for (size_t i = 0; i < packed.lse.size(); ++i)
+            compare("lse in pages", number_, paged.lse[i], packed.lse[i], 1e-4);
         ++covered.paged;
     }
 
@@ -206,10 +212,6 @@ class packed_problem {
         same("rows of nobody", rest, std::vector<char>(rest.size(), 0));
     }
 
-    static std::vector<char> bytes(const std::vector<float>& x) {
-        const char* begin = reinterpret_cast<const char*>(x.data());
-        return {begin, begin + x.size() * sizeof(float)};
-    }
     void same(const char* what, const std::vector<char>& found, const std::vector<char>& wanted) {
         int64_t differ = found.size() != wanted.size();
         for (size_t i = 0; i < std::min(found.size(), wanted.size()); ++i)
