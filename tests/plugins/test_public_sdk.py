@@ -44,7 +44,7 @@ FIELDS = {
     "Capabilities": (
         "dtypes head_dim_min head_dim_max head_dim_multiple different_value_head_dim gqa "
         "kv_broadcast scattered aux gradients core_backward captured_dtypes decode deterministic "
-        "operations known_fields node_dtypes"
+        "operations known_fields node_dtypes batch_invariant"
     ),
     "Spec": (
         "device_type arch dtype head_dim value_head_dim gqa_ratio kv_broadcast score_graph "

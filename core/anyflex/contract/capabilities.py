@@ -53,6 +53,8 @@ class Capabilities:
             other layouts than dense ones ``q_layout`` or ``kv_layout``.
         node_dtypes: types of mod-graph nodes that can be lowered, in mods and in their
             derivatives as `operations`. Indices are int64 nodes.
+        batch_invariant: where `known_fields` has ``q_layout``, a packed sequence's bits don't
+            depend on which others are in the call.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -72,6 +74,7 @@ class Capabilities:
     operations: frozenset[str] = frozenset(OPERATIONS)
     known_fields: frozenset[str] = CONTRACT_1_FIELDS
     node_dtypes: frozenset[torch.dtype] = frozenset(DTYPES.values())
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a declaration that can't be meant."""

@@ -16,7 +16,7 @@ from anyflex.testing.float32_precision import products_in
 from anyflex.testing.mods import Mod
 from anyflex.testing.results import Forward, Results, gradients
 
-__all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches"]
+__all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches", "moved"]
 
 
 def mask_of(case: AttentionCase, drawn: Drawn, device: torch.device) -> anyflex.BlockMask | None:
@@ -69,7 +69,7 @@ def by_backend(
     query, key, value = (drawn.tensors[t].detach() for t in ("query", "key", "value"))
     for letter, tensor in (("q", query), ("k", key), ("v", value)):
         tensor.requires_grad_(letter in case.gradients)
-    mod = _moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
+    mod = moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
     more: dict[str, Any] = {"dropout_p": case.dropout_p} if case.dropout_p else {}
     with products_in(case.products), _seeded(case):
         out, aux = attention(
@@ -110,7 +110,7 @@ def _seeded(case: AttentionCase) -> Iterator[None]:
         yield
 
 
-def _moved(mod: Mod, device: torch.device, case: AttentionCase) -> Mod:
+def moved(mod: Mod, device: torch.device, case: AttentionCase) -> Mod:
     leaves = {
         name: leaf.detach()
         .to(device)

@@ -302,6 +302,9 @@ class _Watch:
         named: dict[str, Tensor | None] = {"query": call.query, "key": call.key, **(reads or {})}
         named["value"] = call.value
         named |= {f"captured tensor {i}": tensor for i, tensor in enumerate(call.captured)}
+        if call.packed is not None:
+            rows = call.packed._asdict()
+            named |= {name: each for name, each in rows.items() if isinstance(each, Tensor)}
         if call.mask is not None:
             columns = call.mask.transposed()
             named |= {"the mask's offsets": call.mask.offsets, "the mask's runs": call.mask.runs}
