@@ -97,8 +97,8 @@ class RaggedCase:
                     tensors[name] = torch.cat([shared, tensors[name][:, :, self.prefix :]], 2)
             if self.twice:
                 for name in ("key", "value"):
-                    first_page, _, rest = tensors[name].split((page, page, keys - 2 * page), 2)
-                    tensors[name] = torch.cat([first_page, first_page, rest], 2)
+                    again = tensors[name][:, :, :page]
+                    tensors[name] = torch.cat([again, again, tensors[name][:, :, 2 * page :]], 2)
             kept: dict[str, Tensor] = {}
             if scale is not None:
                 for name in ("key", "value"):
@@ -322,15 +322,19 @@ class Ragged:
         """Return the batch, made of tensors on the device."""
         case, device = self.case, self.device
         offsets = int32(0, *(part.rows.stop for part in self.parts)).to(device)
-        given = {name: self.memory.get(name) for name in ("kv_offsets", "page_table")}
-        if case.slots is not None:
-            given["slots"] = int32(*case.slots).to(device)
-        if case.starts is not None:
-            given["q_starts"] = int32(*case.starts).to(device)
-        if any(given[name] is not None for name in ("kv_offsets", "page_table")):
-            lengths = int32(*(keys for _, keys in case.lengths)).to(device)
-            return anyflex.Packed(offsets, lengths, **given)
-        return anyflex.Packed(offsets, **given)
+        lengths = int32(*(keys for _, keys in case.lengths)).to(device)
+        slots, starts = (
+            None if numbers is None else int32(*numbers).to(device)
+            for numbers in (case.slots, case.starts)
+        )
+        return anyflex.Packed(
+            offsets,
+            None if case.keys_are_rows else lengths,
+            kv_offsets=self.memory.get("kv_offsets"),
+            page_table=self.memory.get("page_table"),
+            slots=slots,
+            q_starts=starts,
+        )
 
 
 class _Scales:
@@ -378,7 +382,7 @@ def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
     poison = torch.full(shape, math.nan)
     if dtype is not getattr(torch, "float8_e4m3fn", None):
-        # That type has no infinity.
+        # float8_e4m3fn has no infinity.
         poison[1::2] = math.inf
     return poison.to(dtype)
 

@@ -109,7 +109,7 @@ def run(
     session.check_journal()
     ran = session.journal.forwards[before:]
     session.require(
-        ran or not out.numel() or not key.numel(),
+        bool(ran) or not out.numel() or not key.numel(),
         "the call was accepted and another backend ran it",
     )
     paged = ragged.case.page is not None
