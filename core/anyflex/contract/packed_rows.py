@@ -18,8 +18,8 @@ class PackedRows(NamedTuple):
     Rows from ``q_offsets[N]`` on have out 0, lse and max_scores -inf. Nothing but its keys reaches
     a sequence's results, whatever bits other memory holds.
 
-    A block mask has rows of blocks sequence after sequence, ``ceil(rows / q_block)`` of each; its
-    kv blocks count in each sequence's own keys.
+    A block mask has a row of blocks for each entry of `blocks`; its kv blocks count in each
+    sequence's own keys.
 
     Args:
         q_offsets: [N + 1].
@@ -33,6 +33,9 @@ class PackedRows(NamedTuple):
         max_q, max_kv: no sequence has more query rows, or keys.
         lowest, highest: no index that mods see is below or above; None where the host doesn't
             know.
+        blocks: [n, 2], sequence and number in it of each block of 128 query rows: sequence after
+            sequence, ``ceil(rows / 128)`` of each, then sequence N, the rows from
+            ``q_offsets[N]`` on. What the bounds leave over is -1.
     """
 
     q_offsets: Tensor
@@ -46,3 +49,4 @@ class PackedRows(NamedTuple):
     max_kv: int
     lowest: int | None
     highest: int | None
+    blocks: Tensor

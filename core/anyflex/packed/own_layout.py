@@ -15,13 +15,15 @@ from anyflex.frontend.arguments import check_tensors, is_plain
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.eager_call import NO_MOD, inputs_of
 from anyflex.mask_structure.device_views import MaskViews
-from anyflex.mask_structure.runs import pack, runs_of_grid
+from anyflex.mask_structure.static_runs import runs_of_kinds
 from anyflex.mod_graph.block_graph import BlockGraph, block_graph
 from anyflex.mod_graph.block_kinds import BlockGrid, block_kinds
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
+from anyflex.packed.row_blocks import BLOCK, row_blocks
+from anyflex.registry.environment import check_indices
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.tensors.dynamo_disabled import in_graph
@@ -31,9 +33,6 @@ from anyflex.tracing.trace import TracedMod
 from anyflex.tracing.trace_cache import traced
 
 __all__ = ["in_own_layout"]
-
-BLOCK = 128
-"""Query rows and keys of a block of a mask's structure."""
 
 
 def in_own_layout(
@@ -53,7 +52,7 @@ def in_own_layout(
     """
     query, key, value = checked.query, checked.key, checked.value
     packed = step.packed
-    if in_graph() or packed.device.type != "cpu" or 0 in (packed.sequences, *key.shape):
+    if in_graph() or 0 in (packed.sequences, *key.shape):
         return None
     # Stored keys and values stand for ones of the query's type.
     one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
@@ -86,7 +85,8 @@ def in_own_layout(
     except BackendRefused:
         step.once(refused, lambda: None)
         return None
-    if packed.page_table is not None:
+    reads_values = packed.device.type == "cpu" or check_indices()
+    if packed.page_table is not None and reads_values:
         step.once(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
     return launch_forward(plan, call)
 
@@ -107,7 +107,8 @@ def _scale_of(stored: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _inputs(checked: CheckedCall, step: Step, mask_mod: MaskMod | None) -> Inputs | None:
-    rows = step.once(("rows",), lambda: _rows(step.packed))
+    length = checked.query.shape[2]
+    rows = step.once(("rows", length), lambda: _rows(step.packed, length))
     mask, views = NO_MOD, None
     if mask_mod is not None:
         mask = traced(mask_mod, "mask", torch.float32, step.packed.device)
@@ -115,18 +116,21 @@ def _inputs(checked: CheckedCall, step: Step, mask_mod: MaskMod | None) -> Input
         key = mask.text, *map(id, mask.captured), *mask.ints, *mask.floats
         # The mask goes along: its captured tensors' ids are its own as long as it lives.
         mask, views = step.once(
-            ("blocks", heads, *key), lambda: (mask, _views(step.packed, mask, heads))
+            ("blocks", length, heads, *key), lambda: (mask, _views(rows, mask, heads))
         )
     inputs = inputs_of(checked, mask, views, packed=rows)
     return None if inputs.call.score_function is not None else inputs
 
 
-def _rows(packed: Packed) -> PackedRows:
+def _rows(packed: Packed, length: int) -> PackedRows:
     table = packed.page_table
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    ends = packed.q_starts + packed.q_offsets.diff()
-    numbers = torch.stack([packed.q_starts, packed.slots, ends, packed.kv_lengths])
+    lowest = highest = None
+    if packed.device.type == "cpu":
+        ends = packed.q_starts + packed.q_offsets.diff()
+        numbers = torch.stack([packed.q_starts, packed.slots, ends, packed.kv_lengths])
+        lowest, highest = int(numbers.min()), int(numbers.max())
     return PackedRows(
         packed.q_offsets.contiguous(),
         packed.q_starts.contiguous(),
@@ -137,8 +141,9 @@ def _rows(packed: Packed) -> PackedRows:
         None if packed.table_rows is None else packed.table_rows.contiguous(),
         packed.max_q,
         packed.max_kv,
-        int(numbers.min()),
-        int(numbers.max()),
+        lowest,
+        highest,
+        row_blocks(packed, length),
     )
 
 
@@ -152,27 +157,27 @@ def _block_graph(text: str) -> BlockGraph:
     return block_graph(simplify(parse_graph(text)))
 
 
-def _views(packed: Packed, mask: TracedMod, heads: int) -> MaskViews:
-    """Return the structure of a mask: rows of blocks sequence after sequence."""
-    q_lengths = packed.q_offsets.diff()
-    grid = BlockGrid(
-        heads, -(-packed.max_q // BLOCK), max(-(-packed.max_kv // BLOCK), 1), BLOCK, BLOCK
-    )
+def _views(rows: PackedRows, mask: TracedMod, heads: int) -> MaskViews:
+    """Return the structure of a mask: rows of blocks sequence after sequence, then those of rows
+    that belong to nobody, and spare ones, without runs."""
+    sequence, block = rows.blocks.unbind(1)
+    there = (sequence >= 0) & (sequence < rows.slots.shape[0])
+    owner = torch.where(there, sequence, 0)
+    first = block * BLOCK
+    q_lengths = rows.q_offsets.diff()[owner].clamp(max=rows.max_q) - first
+    columns = max(-(-rows.max_kv // BLOCK), 1)
     blocks = _block_graph(mask.text)
     kinds = block_kinds(
         blocks,
-        grid,
-        slots=packed.slots,
-        q_starts=packed.q_starts,
-        q_lengths=q_lengths,
-        kv_lengths=packed.kv_lengths,
+        # Each row of blocks takes the place of a sequence.
+        BlockGrid(heads, 1, columns, BLOCK, BLOCK),
+        slots=rows.slots[owner],
+        q_starts=rows.q_starts[owner] + first,
+        q_lengths=torch.where(there, q_lengths, 0),
+        kv_lengths=rows.kv_lengths[owner].clamp(max=rows.max_kv),
         captured=blocks.tensors([each.detach() for each in mask.captured], BLOCK, BLOCK),
         ints=mask.ints,
         floats=mask.floats,
     )
-    there = torch.arange(grid.q_tiles) * BLOCK < q_lengths[:, None]
-    rows = kinds.transpose(0, 1)[:, there]
-    runs = runs_of_grid(rows.flatten(0, 1).to(torch.int8), 0)
-    offsets, packed_runs = pack(runs, 1, heads, rows.shape[1], grid.kv_blocks)
-    lengths = rows.shape[1] * BLOCK, packed.max_kv
-    return MaskViews(offsets, packed_runs, *lengths, (BLOCK, BLOCK))
+    lengths = rows.blocks.shape[0] * BLOCK, rows.max_kv
+    return MaskViews(*runs_of_kinds(kinds[:, :, 0].transpose(0, 1)), *lengths, (BLOCK, BLOCK))
