@@ -12,7 +12,9 @@ relative position (relative) or by row and key (bias), with packed documents (do
 ALiBi under a soft cap and packed documents (mixed); backward's two also with the bias by relative
 position as a captured tensor that learns (distances). Where they are asked for: rows, combine,
 kinds, runs and totals, which run beside those; the last three with a finer causal mask and a
-captured tensor whose gradient repeats bit for bit (learned). Intel's tiles are compiled for sm_90.
+captured tensor whose gradient repeats bit for bit (learned). Forward of packed sequences, of up to
+256 rows and of one, with a causal mask, has patterns to ask for: keys are packed (packed), or in
+pages of 64 (paged) or 16 rows (paged16). Intel's tiles are compiled for sm_90.
 Type tf32 is float32 where torch allows products to be rounded to it; AMD's are not. Prints a line
 a kernel: registers, bytes of registers kept in memory (spills), and where those are: of each
 innermost loop with products, how many instructions it has, and how many of them move spilled
@@ -85,6 +87,8 @@ UNSPILLED_DIM = 128
 COPIED_SPILLS = 360
 """Maximum bytes that it may spill all the same for Hopper's 16-bit rows that TMA doesn't load: the
 fastest tiles spill up to 40 with triton 3.6.0, and that many with 3.9.0."""
+PACKED = {"packed": 0, "paged": 64, "paged16": 16}
+"""Patterns of packed sequences, which aren't recorded, and the rows of their pages."""
 PATTERNS = (
     "plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed", "distances",
 )  # fmt: skip
@@ -165,7 +169,8 @@ class Compiled:
             yield f"{self.products} products wait for each other, {self.waits} times"
 
         # Intel's compiler makes 2D block loads where it finds the descriptor's definition.
-        if self.target == "xpu" and not 0 < self.loads == self.own:
+        described = self.target == "xpu" and self.pattern not in PACKED
+        if described and not 0 < self.loads == self.own:
             yield f"{self.loads} loads by descriptors, {self.own} of them by its own"
 
     def worse(self, before: Mapping[tuple[str, ...], int]) -> Iterator[str]:
@@ -301,6 +306,28 @@ def learned_bias(bias: Tensor) -> Callable[..., Tensor]:
     return score_mod
 
 
+def attend_packed(rows: Tensor, keys: Tensor, page: int, most: int) -> None:
+    """Call attention of one sequence [1, H, length, dim], without gradients.
+
+    Args:
+        page: rows of a page; 0: keys are packed.
+        most: `Packed`'s max_q.
+    """
+    length = keys.shape[2]
+    query, packed = rows.detach()[0, :, :most].transpose(0, 1), keys.detach()[0].transpose(0, 1)
+    q_offsets, kv_offsets = (torch.tensor([0, end], dtype=torch.int32) for end in (most, length))
+    if page:
+        table = torch.arange(length // page, dtype=torch.int32)[None]
+        batch = anyflex.Packed(q_offsets, kv_offsets[1:], page_table=table)
+        packed = packed.reshape(-1, page, *packed.shape[1:]).transpose(1, 2)
+    else:
+        batch = anyflex.Packed(q_offsets, kv_offsets=kv_offsets)
+    anyflex.flex_attention_packed(
+        query, packed, packed, batch.begin(), None, causal, enable_gqa=True,
+        backend="cuda.offline",
+    )  # fmt: skip
+
+
 def compile_entries(
     target: Target,
     dtype: str,
@@ -350,7 +377,7 @@ def compile_entries(
         mask = mask_mod and anyflex.create_block_mask(mask_mod, None, None, length, length)
         rows, keys = (
             torch.zeros(1, heads, length, dim).to(elements).requires_grad_()
-            for heads in (2 if pattern == "causal" else 1, 1)
+            for heads in (2 if pattern in ("causal", *PACKED) else 1, 1)
         )
 
         def attention(query: Tensor, key: Tensor, **more: Any) -> Tensor:
@@ -361,6 +388,10 @@ def compile_entries(
             assert isinstance(out, Tensor)
             return out
 
+        if pattern in PACKED:
+            for most in (length, 1):
+                attend_packed(rows, keys, PACKED[pattern], most)
+            return list(programs)
         torch.use_deterministic_algorithms(repeats)
         try:
             out = attention(rows, keys, score_mod=score, block_mask=mask)

@@ -30,7 +30,7 @@ def runs_of_kinds(kinds: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.stack([column.expand_as(kinds), kinds.to(torch.int32)], -1)
     end = (column + 1).expand_as(kinds)
     runs = torch.zeros(blocks + 2, 3, dtype=torch.int32, device=device)
-    # What is no edge is written past the last run, where no offset leads.
+    # Blocks without an edge write past the last run, where no offset leads.
     runs[:, ::2].index_put_((torch.where(begins, begun - 1, blocks).long(),), first.flatten(0, 2))
     runs[:, 1].index_put_((torch.where(ends, ended - 1, blocks).long(),), end.flatten())
     edges = torch.nn.functional.pad(begun, (1, 0))

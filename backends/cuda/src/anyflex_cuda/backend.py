@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping
@@ -23,10 +24,16 @@ VARIABLE = "ANYFLEX_CUDA_BLACKWELL"
 
 
 class CudaBackend(TritonBackend):
-    """Backend for NVIDIA's GPUs, which takes what `cuda.triton` takes."""
+    """Backend for NVIDIA's GPUs, which takes what `cuda.triton` takes, but for packed sequences,
+    which it leaves to `cuda.triton`."""
 
     # No other backend is the default of this device type.
     priority = 0
+    capabilities = dataclasses.replace(
+        TritonBackend.capabilities,
+        known_fields=TritonBackend.capabilities.known_fields
+        - {"q_layout", "kv_layout", "page_size"},
+    )
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,
         "hopper": Option(

@@ -64,7 +64,7 @@ class TritonBackend(Backend):
                 torch.float16, torch.bfloat16, torch.float32,
             }
         ),
-        known_fields=CONTRACT_1_FIELDS | {"dropout"},
+        known_fields=CONTRACT_1_FIELDS | {"dropout", "q_layout", "kv_layout", "page_size"},
     )  # fmt: skip
     options: ClassVar[Mapping[str, Option]] = OPTIONS
 

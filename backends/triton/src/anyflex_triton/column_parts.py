@@ -13,7 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.tiles import load_rows, load_tile, nonfinite, store_rows, without_nonfinite
+from anyflex_triton.tiles import (
+    load_paged_rows,
+    load_rows,
+    load_tile,
+    nonfinite,
+    store_rows,
+    without_nonfinite,
+)
 
 __all__ = [
     "add_products",
@@ -47,10 +54,14 @@ def load_pointed_rows(rows, places, end):
     `end`."""
     parts = ()
     for column in tl.static_range(0, rows.DIM, rows.D):
-        parts = parts + (load_rows(
-            rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
-            rows.WIDE, True, column,
-        ),)
+        if rows.pages is not None:
+            columns = column + tl.arange(0, rows.D)
+            parts = parts + (load_paged_rows(rows, places, end, columns, True),)
+        else:
+            parts = parts + (load_rows(
+                rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
+                rows.WIDE, True, column,
+            ),)
     return parts
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "around",
     "config_for",
     "fitted",
+    "with_all_registers",
     "with_tile",
 ]
 
@@ -394,6 +395,15 @@ def with_tile(
     return replace(
         config, block_m=block_m, block_n=block_n, options=Options(num_warps, num_stages, more)
     )
+
+
+def with_all_registers(config: Config, target: Target) -> Config:
+    """Return the config of a kernel that takes more registers than the table's, for up to 8
+    warps."""
+    if target not in ("hopper", "ampere", "blackwell"):
+        return config
+    more = (*_without_limit(config.options), ("maxnreg", _ALL_REGISTERS))
+    return replace(config, options=replace(config.options, more=more))
 
 
 def _without_limit(options: Options) -> tuple[tuple[str, object], ...]:

@@ -22,6 +22,7 @@ from anyflex_triton.column_parts import (
 from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts
 from anyflex_triton.records import record
+from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile, store_nobody
 from anyflex_triton.tiles import (
     FAR,
     FEW,
@@ -301,23 +302,41 @@ def rounding_of(values, dtype):
 def forward_kernel(
     query, key, value, key_rows, value_rows, out, rest, tops, lse, max_scores, offsets, ends, runs,
     q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
-    shifts, scale, dropout, batch_heads, heads, q_length, kv_length, tiles, head_group,
+    shifts, scale, dropout, sequences, batch_heads, heads, q_length, kv_length, tiles, head_group,
     READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    WANT_TOPS: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    BESIDE: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
+    WANT_REST: tl.constexpr, WANT_TOPS: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, BESIDE: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Compute a query tile of BLOCK_M rows of one query head; one program per tile. Its loops step
-    over key and value.
+    over key and value: of a packed call, over those of the tile's sequence, in its own places.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
     h = bh % heads
-    block, first_row, end_row = place_of_tile(tile, q_length, Q_BLOCK, BLOCK_M, HAS_MASK)
+    mod_b = b + shifts[0]
+    last_row = q_length - 1
+    q_shift = shifts[2]
+    if sequences is None:
+        block, first_row, end_row = place_of_tile(tile, q_length, Q_BLOCK, BLOCK_M, HAS_MASK)
+    else:
+        own = sequence_of_tile(sequences, tile, q_length, Q_BLOCK, PAGE, BLOCK_M)
+        block, first_row, end_row = own.row, own.first_row, own.end_row
+        mod_b += own.b
+        last_row = own.last_row
+        q_shift += own.shift
+        kv_length = own.kv_length
+        if own.nobodys:
+            if tile % sequences[9] == 0:
+                store_nobody(
+                    out, lse, max_scores, o_strides, h, q_length, own, VALUE_DIM, DV, UNITS[3],
+                    WIDE, WANT_LSE, WANT_MAX, Q_BLOCK,
+                )
+            return
     run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
     if first_row >= end_row:
         return
@@ -334,11 +353,13 @@ def forward_kernel(
         value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, layouts, 2, VALUE_DIM, DV,
         BLOCK_N, DESCRIBED, BESIDE[1],
     )
+    if sequences is not None:
+        keys = keys_of_sequence(keys, sequences, own, PAGE)
+        values = keys_of_sequence(values, sequences, own, PAGE)
     q = load_pointed_rows(queries, rows, end_row)
     # Mods see rows past the end as the last row.
-    mod_b = b + shifts[0]
     mod_h = h + shifts[1]
-    q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    q_idx = tl.minimum(rows, last_row)[:, None] + q_shift
     if READ_ROWS is not None:
         tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
     dropped = None
@@ -454,6 +475,9 @@ def forward_kernel(
         PART: tl.constexpr = DV if DV < 32 else 32
         k_rows = rows_by_pointers(key_rows, k_strides, kv_b, kv_head, layouts, 1, DIM, D)
         v_rows = rows_by_pointers(value_rows, v_strides, kv_b, kv_head, layouts, 2, VALUE_DIM, DV)
+        if sequences is not None:
+            k_rows = keys_of_sequence(k_rows, sequences, own, PAGE)
+            v_rows = keys_of_sequence(v_rows, sequences, own, PAGE)
         excess = tl.zeros([BLOCK_M], tl.float32)
         # The first columns run twice: the first time finds the largest scores as these products
         # round them, and its output is overwritten.

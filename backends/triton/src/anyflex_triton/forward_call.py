@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec
+from anyflex.plugin import Call, Outputs, PackedRows, Spec
 from anyflex_triton import forward
 from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.configs import Config
@@ -48,6 +48,8 @@ NeededNext = Callable[[Call, Outputs], Sequence[Program]]
 _PROGRAMS_A_CORE = 2
 """Number of decoding programs per multiprocessor. More took 5 to 15 % longer on an H200, because
 some ran only when the others were done."""
+_PACKED_BLOCK = 128
+"""Query rows of an entry of `PackedRows.blocks`."""
 _LEAST_SPLIT = 256
 """Minimum number of keys of a split; a shorter one isn't worth combining."""
 
@@ -158,12 +160,18 @@ def _prefill_launch(
         described = made.describer(call.key, call.value)
         blocks = made.spec.block_size if rows is None else rows.block_size
         batch, heads, length = call.query.shape[:3]
-        tiles = tile_count(rows, length, config.block_m)
+        if call.packed is None:
+            tiles = tile_count(rows, length, config.block_m)
+            keys = call.key.shape[2]
+        else:
+            blocks = (_PACKED_BLOCK, blocks[1])
+            tiles = call.packed.blocks.shape[0] * tiles_a_block(call.packed, config)
+            keys = call.packed.max_kv
         fixed = {
             **call_sizes(call),
             **made.described(described, config.block_n, key=call.key, value=call.value),
             "tiles": tiles,
-            "head_group": made.head_group(batch * heads, call.key.shape[2]),
+            "head_group": made.head_group(batch * heads, keys),
         }
         return made.fixed_launch(
             forward.forward_kernel,
@@ -191,7 +199,28 @@ def _prefill_launch(
     values.update(output_values(out, result))
     values["query"], values["key"], values["value"] = tensors[:3]
     values["key_rows"], values["value_rows"] = call.key, call.value
+    if call.packed is not None:
+        values["sequences"] = sequences_of(call, call.packed, config)
     return made.kept(call, key, make).launch(values)
+
+
+def tiles_a_block(packed: PackedRows, config: Config) -> int:
+    """Return the number of tiles of a row of blocks that may have rows."""
+    return max(1, -(-min(packed.max_q, _PACKED_BLOCK) // config.block_m))
+
+
+def sequences_of(call: Call, packed: PackedRows, config: Config) -> tuple[object, ...]:
+    """Return the kernels' argument ``sequences``: pointers, then sizes."""
+    table = packed.page_table
+    stand_in = packed.slots
+    return (
+        packed.blocks, packed.q_offsets, packed.q_starts, packed.kv_lengths, packed.slots,
+        or_else(packed.kv_offsets, stand_in), or_else(table, stand_in),
+        or_else(packed.table_rows, stand_in), packed.slots.shape[0],
+        tiles_a_block(packed, config), packed.max_kv,
+        call.key.shape[2 if table is None else 0], 0 if table is None else table.stride(0),
+        0 if table is None else table.shape[0], int(packed.table_rows is not None),
+    )  # fmt: skip
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:

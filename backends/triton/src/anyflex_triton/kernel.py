@@ -70,6 +70,8 @@ class TritonKernel(Kernel):
 
     def _decodes(self, call: Call) -> bool:
         length = call.query.shape[2]
+        if call.packed is not None:
+            return False
         if not 0 < length * packed_heads(self.spec, call) <= _SHORT_ROWS:
             return False
         return call.mask is None or length <= self.spec.block_size[0]

@@ -93,6 +93,7 @@ ARGUMENTS = (
     Arguments(("mask_strides",), ("i32", "i32"), "strides (b, h) of offsets and ends"),
     Arguments(("HAS_MASK",), None, "whether there is a block mask"),
     Arguments(("Q_BLOCK", "KV_BLOCK"), None, "block sizes of the mask, which no tile crosses"),
+    Arguments(("PAGE",), None, "rows of a page of a packed call's keys; 0: they aren't in pages"),
     Arguments(("MASK_READS",), None,
               "whether the mask mod reads elements that row and key decide together"),
     Arguments(("EVEN",), None,
@@ -104,6 +105,9 @@ ARGUMENTS = (
     Arguments(("scale",), "fp32", "factor of raw products"),
     Arguments(("dropout",), ("i32", "i32", "i32", "fp32"),
               "two words of the seed, threshold, scale: see `dropout.Dropout`; or None"),
+    # Packed sequences
+    Arguments(("sequences",), ("*i32",) * 8 + ("i32",) * 4 + ("i64", "i32", "i32"),
+              "a packed call's `PackedRows`, as `forward_call.sequences_of` writes them; or None"),
     Arguments(("READ_ROWS", "READ_COLUMNS"), None,
               "early reads, or None; with them SCORE_MOD and MASK_MOD are the functions of read"),
     Arguments(("SCORE_MOD", "SCORE_MOD_BACKWARD", "CAPTURED_GRADIENTS", "MASK_MOD"), None,

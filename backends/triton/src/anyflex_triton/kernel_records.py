@@ -12,6 +12,7 @@ __all__ = [
     "ModGradients",
     "ModInputs",
     "Mods",
+    "Pages",
     "RowLayouts",
     "RowResults",
     "RowValues",
@@ -41,6 +42,8 @@ class HeadRows:
         UNIT: elements that a stride counts.
         SCATTERED: the last stride isn't 1. WIDE: offsets are 64-bit.
         PRECISION: input precision of products with these rows.
+        pages: `Pages` where the rows are keys of one sequence that lie in pages; then the first
+            stride is a page's.
     """
 
     tensor: Any
@@ -53,6 +56,21 @@ class HeadRows:
     WIDE: Any
     DESCRIBED: Any
     PRECISION: Any
+    pages: Any = None
+
+
+@record
+class Pages:
+    """Pages of one sequence.
+
+    Attributes:
+        table: pointer to their numbers in the pool, int32. last: number of the pool's last page.
+        SIZE: rows of a page.
+    """
+
+    table: Any
+    last: Any
+    SIZE: Any
 
 
 @record

@@ -31,6 +31,7 @@ from anyflex_triton.configs import (
     around,
     config_for,
     fitted,
+    with_all_registers,
     with_tile,
 )
 from anyflex_triton.dependent_launch import overlaps
@@ -251,11 +252,15 @@ class Programs:
             "VALUE_DIM": spec.value_head_dim,
             "D": columns_of_part(spec.head_dim),
             "DV": columns_of_part(spec.value_head_dim),
+            "PAGE": spec.page_size,
             "WIDE": spec.index_width == 64,
             "PRECISION": "tf32" if self.in_tf32 else "ieee",
         }
         if not spec.dropout:
             self.constants["dropout"] = None
+        self.is_packed = spec.q_layout == "packed"
+        if not self.is_packed:
+            self.constants["sequences"] = None
         self._traits = Traits(
             max(spec.head_dim, spec.value_head_dim),
             spec.dtype.itemsize,
@@ -281,6 +286,7 @@ class Programs:
             bool(self.overrides.get("finer_mask", self.mask_reads))
             and graph is not None
             and spec.mask_kind == "runs"
+            and not self.is_packed
             and not any(n.operation == "input" and n.attribute in ("b", "h") for n in graph.nodes)
         )
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
@@ -295,7 +301,14 @@ class Programs:
         autotuning."""
         found = self._configs.get(name)
         if found is None:
-            first = self._allowed(name, config_for(self.target, name, self._traits))
+            # A few rows of a sequence are no more than a decoding tile's.
+            few = self.is_packed and self.spec.q_class != "long"
+            kind = "decode" if few else name
+            first = config_for(self.target, kind, self._traits)
+            if self.is_packed:
+                # Addresses of pages take some, and without a limit ptxas spills a few.
+                first = with_all_registers(first, self.target)
+            first = self._allowed(name, first)
             tried = around(name, first) if self.tuner is not None else []
             if self.is_finer and name != "decode":
                 # The finer blocks are the first config's tiles.
@@ -420,6 +433,10 @@ class Programs:
 
     def _is_short(self, call: Call) -> bool:
         """Return ``short`` of `source_for`."""
+        packed = call.packed
+        if packed is not None:
+            low, high = packed.lowest, packed.highest
+            return low is not None and high is not None and low >= 0 and high <= 1 << 24
         ends = zip(call.index_offsets[2:], (call.query.shape[2], call.key.shape[2]), strict=True)
         return all(first >= 0 and first + count <= 1 << 24 for first, count in ends)
 
@@ -524,6 +541,8 @@ class Programs:
         None."""
         # Products of float32 read their tiles into registers, in a layout that descriptors don't
         # have.
+        if self.is_packed:
+            return None
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
         if fits and self.target in _DESCRIBING and all(map(_is_described, tensors)):
             return "host"
@@ -580,6 +599,8 @@ class Programs:
         rows: MaskRows | None,
     ) -> bool:
         """Whether the tiles that a kernel loops over end where lengths and mask blocks do."""
+        if self.is_packed:
+            return False
         step = config.block_n if over == "keys" else config.block_m
         length = call.key.shape[2] if over == "keys" else call.query.shape[2]
         return length % step == 0 and (rows is None or rows.block_size[1] % step == 0)

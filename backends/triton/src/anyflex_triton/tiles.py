@@ -23,6 +23,7 @@ __all__ = [
     "head_at",
     "indices",
     "is_far",
+    "load_paged_rows",
     "load_part",
     "load_rows",
     "load_tile",
@@ -198,9 +199,57 @@ def rows_of_steps(
 def load_part(rows, places, end, columns):
     """Load some columns of the rows `places` of `HeadRows` by pointers; 0 past `end`, and in
     columns from DIM on."""
+    if rows.pages is not None:
+        return load_paged_rows(rows, places, end, columns, True)
     offsets = row_offsets(places, columns, rows.strides, rows.UNIT, rows.SCATTERED, rows.WIDE)
     inside = (places < end)[:, None] & (columns < rows.DIM)[None, :]
     return tl.load(rows.base + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def pages_at(rows, places, end, BOUND: tl.constexpr):
+    """Return the offsets of the pages that hold places of `HeadRows`. Entries of the table past
+    `end` aren't followed where BOUND; others are cut to the pool."""
+    at = rows.pages.table + places // rows.pages.SIZE
+    if BOUND:
+        page = tl.load(at, mask=places < end, other=0)
+    else:
+        page = tl.load(at)
+    page = tl.minimum(tl.maximum(page, 0), rows.pages.last)
+    return page.to(tl.int64) * rows.strides[0] * rows.UNIT
+
+
+@triton.jit
+def load_paged_rows(rows, places, end, columns, BOUND: tl.constexpr):
+    """Load some columns of the rows `places`, which lie in pages, of `HeadRows`: 0 past `end`
+    where BOUND, and in columns from DIM on."""
+    within = (places % rows.pages.SIZE).to(tl.int64) * rows.strides[2] * rows.UNIT
+    begins = rows.base + pages_at(rows, places, end, BOUND) + within
+    if rows.SCATTERED:
+        offsets = columns.to(tl.int64) * rows.strides[3]
+    else:
+        offsets = columns
+    inside = (columns < rows.DIM)[None, :]
+    if BOUND:
+        inside = inside & (places < end)[:, None]
+    return tl.load(begins[:, None] + offsets[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_paged_tile(rows, first, places, end, BOUND: tl.constexpr, FIRST: tl.constexpr):
+    """`load_tile` of rows in pages."""
+    SIZE: tl.constexpr = rows.pages.SIZE
+    # Steps begin at multiples of their length, and Triton's shapes aren't divisors of a number.
+    if SIZE // places.shape[0] * places.shape[0] == SIZE:
+        base = rows.base + pages_at(rows, first, end, BOUND)
+        within = first % SIZE
+        return load_rows(
+            base, rows.strides, within + places, end - first + within, rows.DIM, rows.D,
+            rows.UNIT, rows.SCATTERED, rows.WIDE, BOUND, FIRST,
+        )
+    else:
+        columns = FIRST + tl.arange(0, rows.D)
+        return load_paged_rows(rows, first + places, end, columns, BOUND)
 
 
 @triton.jit
@@ -218,6 +267,8 @@ def load_tile(rows, first, places, end, BOUND: tl.constexpr, FIRST: tl.constexpr
             return rows.tensor.load([rows.base[0] + first, rows.base[1] + FIRST])
         else:
             return rows.tensor.load([first, FIRST])
+    elif rows.pages is not None:
+        return load_paged_tile(rows, first, places, end, BOUND, FIRST)
     else:
         return load_rows(
             rows.base, rows.strides, first + places, end, rows.DIM, rows.D, rows.UNIT,

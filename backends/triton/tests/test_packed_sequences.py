@@ -1,0 +1,263 @@
+"""Packed sequences and pages in Triton's interpreter, against the dense formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from soak import SOAK
+from torch import Tensor
+
+import anyflex
+from anyflex.packed import own_layout
+from anyflex.packed.row_blocks import static_row_blocks
+from anyflex.plugin import Call, Outputs, isolated, register
+from anyflex.testing import posing
+
+pytest.importorskip("triton", reason="there is no Triton to interpret with")
+
+from anyflex_triton.backend import TritonBackend
+from anyflex_triton.kernel import TritonKernel
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+BOTH = anyflex.AuxRequest(lse=True, max_scores=True)
+Q_LENGTHS, KV_LENGTHS = [5, 0, 1, 130, 17, 3], [5, 7, 70, 200, 0, 1]
+SLOTS = [2, 6, 0, 5, 1, 3]
+SPARE = 4
+"""Rows that belong to nobody."""
+SLOPES = torch.randn(7, 4, generator=torch.Generator().manual_seed(9))
+LIMITS = torch.tensor([3, 0, 9, 1, 30, 200, 7])
+BY_KEY = torch.randn(300, generator=torch.Generator().manual_seed(8))
+
+
+def slope(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score - SLOPES[b, h] * (q_idx - kv_idx) * 0.01 + BY_KEY[kv_idx]
+
+
+def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & ((q_idx - kv_idx < 40 + 3 * b) | (kv_idx < LIMITS[b]))
+
+
+def of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 20 + 100 * h)
+
+
+MODS: dict[str, tuple[Any, Any]] = {
+    "plain": (None, None),
+    "causal": (None, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+    "of heads": (None, of_heads),
+    "of slots": (slope, window),
+}
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    """Kernels' calls; outputs are NaN before."""
+    calls: list[Call] = []
+    forward = TritonKernel.forward
+
+    def poisoned(kernel: TritonKernel, call: Call, out: Outputs) -> None:
+        calls.append(call)
+        for tensor in (out.out, out.lse, out.max_scores):
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+        forward(kernel, call, out)
+
+    monkeypatch.setattr(TritonKernel, "forward", poisoned)
+    with isolated(), posing("cuda"):
+        register("cuda.mine", TritonBackend)
+        yield calls
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core makes structures as on a device, where bounds alone are known."""
+    monkeypatch.setattr(own_layout, "row_blocks", static_row_blocks)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def int32(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wanted(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor, ...]:
+    """Return out, lse and max_scores of the constants' sequences."""
+    q, k, v = q.double(), k.double(), v.double()
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse, highest = (q.new_full(q.shape[:2], -torch.inf) for _ in range(2))
+    parts = zip(
+        offsets(Q_LENGTHS).tolist(), Q_LENGTHS, offsets(KV_LENGTHS).tolist(), KV_LENGTHS, SLOTS,
+        strict=False,
+    )  # fmt: skip
+    for begin, rows, first, keys, slot in parts:
+        if rows == 0 or keys == 0:
+            continue
+        mine = q[begin : begin + rows].transpose(0, 1)
+        k_mine, v_mine = (
+            t[first : first + keys].repeat_interleave(group, 1).transpose(0, 1) for t in (k, v)
+        )
+        at = (
+            torch.tensor(slot),
+            torch.arange(heads)[:, None, None],
+            torch.arange(rows)[:, None] + keys - rows,
+            torch.arange(keys),
+        )
+        scores = mine @ k_mine.transpose(1, 2) * q.shape[2] ** -0.5
+        if score_mod is not None:
+            scores = score_mod(scores, *at)
+        if mask_mod is not None:
+            scores = torch.where(mask_mod(*at), scores, -torch.inf)
+        sums = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - sums.nan_to_num(neginf=0.0)).exp()
+        out[begin : begin + rows] = (weights @ v_mine).transpose(0, 1)
+        lse[begin : begin + rows] = sums[..., 0].T
+        highest[begin : begin + rows] = scores.amax(-1).T
+    return out, lse, highest
+
+
+def pooled(packed: Tensor, page: int, table: Tensor, pages: int) -> Tensor:
+    """Return a pool whose other rows are NaN."""
+    pool = packed.new_full((pages, packed.shape[1], page, packed.shape[2]), torch.nan)
+    for i, (begin, length) in enumerate(
+        zip(offsets(KV_LENGTHS).tolist(), KV_LENGTHS, strict=False)
+    ):
+        for row in range(length):
+            pool[table[SLOTS[i], row // page], :, row % page] = packed[begin + row]
+    return pool
+
+
+def given(dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        drawn(sum(Q_LENGTHS) + SPARE, 4, dims[0], seed=1).to(dtype),
+        drawn(sum(KV_LENGTHS), 2, dims[0], seed=2).to(dtype),
+        drawn(sum(KV_LENGTHS), 2, dims[1], seed=3).to(dtype),
+    )
+
+
+def compare(found: Any, expected: tuple[Tensor, ...], tolerance: float) -> None:
+    out, aux = found
+    for mine, theirs in zip((out, aux.lse, aux.max_scores), expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, batch: anyflex.Packed, mods: tuple[Any, Any]) -> Any:
+    return anyflex.flex_attention_packed(
+        q, k, v, batch.begin(), *mods, enable_gqa=True, return_aux=BOTH, backend="cuda.mine"
+    )
+
+
+def packed_keys(mods: tuple[Any, Any]) -> None:
+    q, k, v = given((16, 32), torch.float32)
+    # Rows past the last sequence's keys belong to nobody.
+    k, v = (torch.cat([t, torch.full_like(t[:3], torch.nan)]) for t in (k, v))
+    batch = anyflex.Packed(offsets(Q_LENGTHS), kv_offsets=offsets(KV_LENGTHS), slots=int32(SLOTS))
+    compare(attend(q, k, v, batch, mods), wanted(q, k, v, *mods), 2e-5)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("name", ["plain", "of heads", *(["causal", "of slots"] * SOAK)])
+def test_packed_keys(name: str, gpu: list[Call]) -> None:
+    packed_keys(MODS[name])
+    assert [call.packed is not None for call in gpu] == [True]
+
+
+def test_packed_keys_whose_numbers_the_host_knows(gpu: list[Call]) -> None:
+    packed_keys(MODS["of slots"])
+    assert [call.packed is not None for call in gpu] == [True]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("of slots", 1), ("plain", 16), ("of slots", 48), ("causal", 64)]
+    + [(name, page) for name in MODS for page in (1, 16, 48, 64, 128)] * SOAK,
+)
+def test_pages(name: str, page: int, gpu: list[Call]) -> None:
+    dims = (16, 16) if page == 64 else (32, 16)
+    q, k, v = given(dims, torch.float32)
+    expected = wanted(q, k, v, *MODS[name])
+    width = -(-max(KV_LENGTHS) // page) + 1
+    table = torch.randperm(7 * width, generator=torch.Generator().manual_seed(0))
+    table = table.view(7, width).to(torch.int32)
+    k, v = (pooled(t, page, table, 7 * width) for t in (k, v))
+    for i, length in enumerate(KV_LENGTHS):
+        # What lies past a length is never followed.
+        table[SLOTS[i], -(-length // page) :] = 2**31 - 1 if i % 2 else -1
+    if page == 16:
+        # Rows before heads, as some caches have them.
+        k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+    batch = anyflex.Packed(
+        offsets(Q_LENGTHS), int32(KV_LENGTHS), page_table=table, slots=int32(SLOTS)
+    )
+    compare(attend(q, k, v, batch, MODS[name]), expected, 2e-5)
+    assert [call.packed is not None for call in gpu] == [True]
+
+
+def decoded(
+    k: Tensor, v: Tensor, table: Tensor, lengths: list[int], first: int, count: int
+) -> Any:
+    """Return out of one query row each of some sequences, of table rows `first` and on."""
+    query = drawn(5, 4, 16, seed=4).half()[first : first + count]
+    batch = anyflex.Packed(
+        torch.arange(count + 1, dtype=torch.int32),
+        int32(lengths[first : first + count]),
+        page_table=table[first:],
+    )
+    return anyflex.flex_attention_packed(
+        query, k, v, batch.begin(), enable_gqa=True, backend="cuda.mine"
+    )
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_decoding_row_has_the_bits_that_it_has_alone(gpu: list[Call]) -> None:
+    lengths = [65, 0, 16, 1, 33]
+    k, v = (drawn(25, 2, 16, 16, seed=seed).half() for seed in (5, 6))
+    table = torch.randperm(25, generator=torch.Generator().manual_seed(1)).view(5, 5).int()
+    together = decoded(k, v, table, lengths, 0, 5)
+    keys, values = (t[table.long()].transpose(2, 3).flatten(1, 2).double() for t in (k, v))
+    query = drawn(5, 4, 16, seed=4).half().double().unflatten(1, (2, 2))
+    for i, length in enumerate(lengths):
+        scores = torch.einsum("hgd,khd->hgk", query[i], keys[i, :length]) / 4
+        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), values[i, :length])
+        torch.testing.assert_close(together[i].double(), expected.flatten(0, 1), rtol=0, atol=2e-3)
+    assert torch.equal(decoded(k, v, table, lengths, 4, 1)[0], together[4])
+    assert [call.packed is not None for call in gpu] == [True, True]
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_sequence_s_own_nan_stays_its_own_and_ids_are_clamped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # On a device nobody looks at ids.
+    monkeypatch.setattr(own_layout, "check_pages", lambda *_: None)
+    lengths = [20, 18]
+    k, v = (drawn(4, 2, 16, 16, seed=seed) for seed in (5, 6))
+    table = torch.tensor([[2, 7], [1, -3]], dtype=torch.int32)
+    inside = torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    v[1, 0, 3, 5] = torch.nan
+    v[0, 1, 0, 2] = torch.inf
+    q = drawn(4, 4, 16, seed=4)
+    mask = MODS["causal"][1]
+
+    def call(pages: Tensor, backend: str) -> Any:
+        batch = anyflex.Packed(int32([0, 3, 4]), int32(lengths), page_table=pages)
+        return anyflex.flex_attention_packed(
+            q, k, v, batch.begin(), None, mask, enable_gqa=True, backend=backend
+        )
+
+    found = call(table, "cuda.mine")
+    expected = call(inside, "reference")
+    assert found[:3].isfinite().all() and found[3].isnan().sum() == 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5, equal_nan=True)
