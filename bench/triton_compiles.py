@@ -12,9 +12,9 @@ relative position (relative) or by row and key (bias), with packed documents (do
 ALiBi under a soft cap and packed documents (mixed); backward's two also with the bias by relative
 position as a captured tensor that learns (distances). Where they are asked for: rows, combine,
 kinds, runs and totals, which run beside those; the last three with a finer causal mask and a
-captured tensor whose gradient repeats bit for bit (learned). Forward of packed sequences, of up to
-256 rows and of one, with a causal mask, has patterns to ask for: keys are packed (packed), or in
-pages of 64 (paged) or 16 rows (paged16). Intel's tiles are compiled for sm_90.
+captured tensor whose gradient repeats bit for bit (learned). Packed sequences of up to 256 rows,
+and of one, with a causal mask, have patterns to ask for: keys are packed (packed), or in pages of
+64 (paged) or 16 rows (paged16). Intel's tiles are compiled for sm_90.
 Type tf32 is float32 where torch allows products to be rounded to it; AMD's are not. Prints a line
 a kernel: registers, bytes of registers kept in memory (spills), and where those are: of each
 innermost loop with products, how many instructions it has, and how many of them move spilled

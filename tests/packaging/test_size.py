@@ -20,7 +20,7 @@ CAPABILITIES = {
     "packed sequences and keys in pages, by any backend's dense kernels": 1_090,
     "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 680,
     "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 650,
-    "packed sequences and keys in pages as they are in the portable kernels": 420,
+    "packed sequences and keys in pages as they are in the portable kernels": 480,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
     "kinds of blocks by a mask's graph, computed on the device from lengths": 850,
     "keys and values in pages: owners, prefixes, append": 1_170,

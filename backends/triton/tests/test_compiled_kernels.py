@@ -22,6 +22,15 @@ def test_a_kernel_of_each_kind_compiles_and_fits() -> None:
     assert len(found) == 3 * 4
 
 
+def test_packed_sequences_compile_and_fit() -> None:
+    """Both kernels that take them: the interpreter allows more than the compilers do."""
+    targets, patterns = ("hopper", "paged16")
+    if SOAK:
+        targets, patterns = ("hopper,blackwell,amd,ampere,xpu", "packed,paged,paged16")
+    found = compiled(targets, patterns, "forward,decode", ("bfloat16",), (64,), recorded=False)
+    assert {line.split()[3] for line in found} == {"forward", "decode"}
+
+
 @only_in_soak
 def test_every_entry_for_amd_compiles_and_fits() -> None:
     found = compiled("amd", "causal")

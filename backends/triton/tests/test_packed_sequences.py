@@ -27,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BOTH = anyflex.AuxRequest(lse=True, max_scores=True)
 Q_LENGTHS, KV_LENGTHS = [5, 0, 1, 130, 17, 3], [5, 7, 70, 200, 0, 1]
 SLOTS = [2, 6, 0, 5, 1, 3]
+FEW = [5, 0, 1, 9, 3, 2]
+"""Query rows of sequences that are decoded."""
 SPARE = 4
 """Rows that belong to nobody."""
 SLOPES = torch.randn(7, 4, generator=torch.Generator().manual_seed(9))
@@ -55,13 +57,14 @@ MODS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
-    """Kernels' calls; outputs are NaN before."""
-    calls: list[Call] = []
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kernels of packed calls that ran; outputs are NaN before."""
+    calls: list[str] = []
     forward = TritonKernel.forward
 
     def poisoned(kernel: TritonKernel, call: Call, out: Outputs) -> None:
-        calls.append(call)
+        assert call.packed is not None
+        calls.append(kernel.describe(call).split()[0])
         for tensor in (out.out, out.lse, out.max_scores):
             if tensor is not None:
                 tensor.fill_(torch.nan)
@@ -91,14 +94,17 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def wanted(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor, ...]:
+def wanted(
+    q: Tensor, k: Tensor, v: Tensor, mods: tuple[Any, Any], q_lengths: list[int] = Q_LENGTHS
+) -> tuple[Tensor, ...]:
     """Return out, lse and max_scores of the constants' sequences."""
+    score_mod, mask_mod = mods
     q, k, v = q.double(), k.double(), v.double()
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse, highest = (q.new_full(q.shape[:2], -torch.inf) for _ in range(2))
     parts = zip(
-        offsets(Q_LENGTHS).tolist(), Q_LENGTHS, offsets(KV_LENGTHS).tolist(), KV_LENGTHS, SLOTS,
+        offsets(q_lengths).tolist(), q_lengths, offsets(KV_LENGTHS).tolist(), KV_LENGTHS, SLOTS,
         strict=False,
     )  # fmt: skip
     for begin, rows, first, keys, slot in parts:
@@ -138,11 +144,13 @@ def pooled(packed: Tensor, page: int, table: Tensor, pages: int) -> Tensor:
     return pool
 
 
-def given(dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def given(
+    dims: tuple[int, int], q_lengths: list[int] = Q_LENGTHS
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        drawn(sum(Q_LENGTHS) + SPARE, 4, dims[0], seed=1).to(dtype),
-        drawn(sum(KV_LENGTHS), 2, dims[0], seed=2).to(dtype),
-        drawn(sum(KV_LENGTHS), 2, dims[1], seed=3).to(dtype),
+        drawn(sum(q_lengths) + SPARE, 4, dims[0], seed=1),
+        drawn(sum(KV_LENGTHS), 2, dims[0], seed=2),
+        drawn(sum(KV_LENGTHS), 2, dims[1], seed=3),
     )
 
 
@@ -158,24 +166,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: anyflex.Packed, mods: tuple[A
     )
 
 
-def packed_keys(mods: tuple[Any, Any]) -> None:
-    q, k, v = given((16, 32), torch.float32)
+def packed_keys(mods: tuple[Any, Any], q_lengths: list[int] = Q_LENGTHS) -> None:
+    q, k, v = given((16, 32), q_lengths)
     # Rows past the last sequence's keys belong to nobody.
     k, v = (torch.cat([t, torch.full_like(t[:3], torch.nan)]) for t in (k, v))
-    batch = anyflex.Packed(offsets(Q_LENGTHS), kv_offsets=offsets(KV_LENGTHS), slots=int32(SLOTS))
-    compare(attend(q, k, v, batch, mods), wanted(q, k, v, *mods), 2e-5)
+    batch = anyflex.Packed(offsets(q_lengths), kv_offsets=offsets(KV_LENGTHS), slots=int32(SLOTS))
+    compare(attend(q, k, v, batch, mods), wanted(q, k, v, mods, q_lengths), 2e-5)
 
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("name", ["plain", "of heads", *(["causal", "of slots"] * SOAK)])
-def test_packed_keys(name: str, gpu: list[Call]) -> None:
+def test_packed_keys(name: str, gpu: list[str]) -> None:
     packed_keys(MODS[name])
-    assert [call.packed is not None for call in gpu] == [True]
+    assert gpu == ["prefill"]
 
 
-def test_packed_keys_whose_numbers_the_host_knows(gpu: list[Call]) -> None:
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("name", ["of heads", "of slots", *(["plain", "causal"] * SOAK)])
+def test_few_rows_are_decoded(name: str, gpu: list[str]) -> None:
+    packed_keys(MODS[name], FEW)
+    assert gpu == ["decode"]
+
+
+def test_packed_keys_whose_numbers_the_host_knows(gpu: list[str]) -> None:
     packed_keys(MODS["of slots"])
-    assert [call.packed is not None for call in gpu] == [True]
+    assert gpu == ["prefill"]
 
 
 @pytest.mark.usefixtures("on_device")
@@ -184,16 +199,16 @@ def test_packed_keys_whose_numbers_the_host_knows(gpu: list[Call]) -> None:
     [("of slots", 1), ("plain", 16), ("of slots", 48), ("causal", 64)]
     + [(name, page) for name in MODS for page in (1, 16, 48, 64, 128)] * SOAK,
 )
-def test_pages(name: str, page: int, gpu: list[Call]) -> None:
+def test_pages(name: str, page: int, gpu: list[str]) -> None:
     dims = (16, 16) if page == 64 else (32, 16)
-    q, k, v = given(dims, torch.float32)
-    expected = wanted(q, k, v, *MODS[name])
+    q, k, v = given(dims)
+    expected = wanted(q, k, v, MODS[name])
     width = -(-max(KV_LENGTHS) // page) + 1
     table = torch.randperm(7 * width, generator=torch.Generator().manual_seed(0))
     table = table.view(7, width).to(torch.int32)
     k, v = (pooled(t, page, table, 7 * width) for t in (k, v))
     for i, length in enumerate(KV_LENGTHS):
-        # What lies past a length is never followed.
+        # Entries past a length are never followed.
         table[SLOTS[i], -(-length // page) :] = 2**31 - 1 if i % 2 else -1
     if page == 16:
         # Rows before heads, as some caches have them.
@@ -202,38 +217,40 @@ def test_pages(name: str, page: int, gpu: list[Call]) -> None:
         offsets(Q_LENGTHS), int32(KV_LENGTHS), page_table=table, slots=int32(SLOTS)
     )
     compare(attend(q, k, v, batch, MODS[name]), expected, 2e-5)
-    assert [call.packed is not None for call in gpu] == [True]
+    assert gpu == ["prefill"]
 
 
-def decoded(
-    k: Tensor, v: Tensor, table: Tensor, lengths: list[int], first: int, count: int
-) -> Any:
-    """Return out of one query row each of some sequences, of table rows `first` and on."""
-    query = drawn(5, 4, 16, seed=4).half()[first : first + count]
+LENGTHS = [1050, 0, 16, 1, 33]
+
+
+def decoded(k: Tensor, v: Tensor, table: Tensor, first: int, count: int) -> Any:
+    """Return out of one query row each of `count` sequences, of table row `first` and on."""
     batch = anyflex.Packed(
         torch.arange(count + 1, dtype=torch.int32),
-        int32(lengths[first : first + count]),
+        int32(LENGTHS[first : first + count]),
         page_table=table[first:],
+        max_kv=1056,
     )
+    query = drawn(5, 4, 16, seed=4).half()[first : first + count]
     return anyflex.flex_attention_packed(
         query, k, v, batch.begin(), enable_gqa=True, backend="cuda.mine"
     )
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_decoding_row_has_the_bits_that_it_has_alone(gpu: list[Call]) -> None:
-    lengths = [65, 0, 16, 1, 33]
-    k, v = (drawn(25, 2, 16, 16, seed=seed).half() for seed in (5, 6))
-    table = torch.randperm(25, generator=torch.Generator().manual_seed(1)).view(5, 5).int()
-    together = decoded(k, v, table, lengths, 0, 5)
+def test_a_decoding_row_has_the_bits_that_it_has_alone(gpu: list[str]) -> None:
+    k, v = (drawn(330, 2, 16, 16, seed=seed).half() for seed in (5, 6))
+    table = torch.randperm(330, generator=torch.Generator().manual_seed(1)).view(5, 66).int()
+    together = decoded(k, v, table, 0, 5)
     keys, values = (t[table.long()].transpose(2, 3).flatten(1, 2).double() for t in (k, v))
     query = drawn(5, 4, 16, seed=4).half().double().unflatten(1, (2, 2))
-    for i, length in enumerate(lengths):
+    for i, length in enumerate(LENGTHS):
         scores = torch.einsum("hgd,khd->hgk", query[i], keys[i, :length]) / 4
         expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), values[i, :length])
         torch.testing.assert_close(together[i].double(), expected.flatten(0, 1), rtol=0, atol=2e-3)
-    assert torch.equal(decoded(k, v, table, lengths, 4, 1)[0], together[4])
-    assert [call.packed is not None for call in gpu] == [True, True]
+    for i in (0, 4):
+        assert torch.equal(decoded(k, v, table, i, 1)[0], together[i])
+    assert gpu == ["decode"] * 3
 
 
 @pytest.mark.usefixtures("on_device")

@@ -13,6 +13,7 @@ from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts, RowResults
+from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
@@ -67,13 +68,13 @@ def weights_of_step(scores, row_max, row_sum, nans, unit):
 @triton.jit
 def decode_kernel(
     query, key, value, partial_out, offsets, ends, runs, q_strides, k_strides, v_strides,
-    mask_strides, tables, ints, floats, shifts, scale, dropout, sums_at, heads, q_length,
-    kv_length, splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-    KV_SHARED: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    mask_strides, tables, ints, floats, shifts, scale, dropout, sequences, sums_at, heads,
+    q_length, kv_length, splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, KV_BLOCK: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    PACKED: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Compute a split of the keys for PACKED query heads (GROUP of them, or 1); one program per
     split.
@@ -91,17 +92,39 @@ def decode_kernel(
     b = unit // units_a_batch
     first_head = unit % units_a_batch * PACKED
     kv_head = first_head // GROUP
+    mask_b = b
+    mask_block = 0
+    mod_b = b + shifts[0]
+    q_shift = shifts[2]
+    rows_of_head = q_length
+    first_row = 0
+    if sequences is not None:
+        # A row of blocks is a whole sequence.
+        own = sequence_of_tile(sequences, b, q_length, 128, PAGE, 128)
+        if own.nobodys or own.first_row >= own.end_row:
+            return
+        b = 0 * b
+        mask_b = b
+        mask_block = own.row
+        mod_b = own.b + shifts[0]
+        first_row = own.first_row
+        q_shift += own.shift + first_row
+        kv_length = own.kv_length
+        rows_of_head = sequences[15]
     kv_b = 0 * b if KV_SHARED else b
     packed = tl.arange(0, BLOCK_M)
-    inside = packed < PACKED * q_length
-    row = packed % q_length
-    head = first_head + tl.minimum(packed // q_length, PACKED - 1)
+    inside = packed < PACKED * rows_of_head
+    row = packed % rows_of_head
+    head = first_head + tl.minimum(packed // rows_of_head, PACKED - 1)
+    if sequences is not None:
+        inside = inside & (row < own.end_row - first_row)
+        row = tl.minimum(row, own.end_row - first_row - 1)
 
     dims = tl.arange(0, D)
     q_rows = (
         tensor_at(query, q_strides, b, first_head, UNITS[0])
-        + ((head - first_head).to(tl.int64) * q_strides[1] + row.to(tl.int64) * q_strides[2])
-        * UNITS[0]
+        + (head - first_head).to(tl.int64) * q_strides[1] * UNITS[0]
+        + (first_row + row).to(tl.int64) * q_strides[2] * UNITS[0]
     )
     if SCATTERED[0]:
         q_at = q_rows[:, None] + dims[None, :].to(tl.int64) * q_strides[3]
@@ -117,8 +140,11 @@ def decode_kernel(
         value, v_strides, kv_b, kv_head, heads, kv_length, layouts, 2, VALUE_DIM, DV, BLOCK_N,
         DESCRIBED, False,
     )
+    if sequences is not None:
+        keys = keys_of_sequence(keys, sequences, own, PAGE)
+        values = keys_of_sequence(values, sequences, own, PAGE)
     inputs = ModInputs(
-        b=b + shifts[0], h=head[:, None] + shifts[1], q_idx=row[:, None] + shifts[2], kv_idx=None,
+        b=mod_b, h=head[:, None] + shifts[1], q_idx=row[:, None] + q_shift, kv_idx=None,
         tables=tables,
     )
     mods = Mods(
@@ -137,7 +163,9 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     split_begin = split * split_length
     split_end = tl.minimum(split_begin + split_length, kv_length)
-    run, last_run = mask_row(offsets, ends, mask_strides, b, first_head, 0, HAS_MASK)
+    run, last_run = mask_row(
+        offsets, ends, mask_strides, mask_b, first_head, mask_block, HAS_MASK,
+    )
 
     for r in range(run, last_run):
         if HAS_MASK:
@@ -204,7 +232,7 @@ def decode_kernel(
                 # Non-finite values reach only the rows that see them.
                 acc += nonfinite_sum(live, v)
 
-    at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split
+    at = ((b * heads + head).to(tl.int64) * q_length + first_row + row) * splits + split
     partial_sums = partial_out + sums_at
     tl.store(partial_sums + at * 3, row_max, mask=inside)
     tl.store(partial_sums + at * 3 + 1, row_sum, mask=inside)
@@ -221,16 +249,20 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sums_at, heads, q_length,
-    splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
-    SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
+    partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sequences, sums_at, heads,
+    q_length, splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
+    WANT_REST: tl.constexpr, WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):
     """Combine the splits of a query row in their order, SPLITS at a time; one program per row.
     """
     if FOLLOWS:
         await_earlier()
     at = tl.program_id(0).to(tl.int64)
+    if sequences is not None:
+        # Rows that belong to nobody have no splits.
+        owned = at % q_length < tl.load(sequences[1] + sequences[8])
+        splits = tl.where(owned, splits, 0)
     partial_sums = partial_out + sums_at
     index = tl.arange(0, SPLITS)
     row_max = float("-inf")

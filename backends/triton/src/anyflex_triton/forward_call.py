@@ -48,6 +48,8 @@ NeededNext = Callable[[Call, Outputs], Sequence[Program]]
 _PROGRAMS_A_CORE = 2
 """Number of decoding programs per multiprocessor. More took 5 to 15 % longer on an H200, because
 some ran only when the others were done."""
+_MOST_SPLITS = 16
+"""Maximum number of splits of a packed sequence."""
 _PACKED_BLOCK = 128
 """Query rows of an entry of `PackedRows.blocks`."""
 _LEAST_SPLIT = 256
@@ -81,7 +83,11 @@ def splits_of(spec: Spec, call: Call) -> Splits:
     units = batch * (heads // packed_heads(spec, call))
     # Rounded down: a last wave of few programs costs more than multiprocessors with one program.
     wanted = _PROGRAMS_A_CORE * cores(call.query.device) // max(units, 1)
-    number = max(1, min(wanted, call.key.shape[2] // _LEAST_SPLIT))
+    if call.packed is None:
+        number = max(1, min(wanted, call.key.shape[2] // _LEAST_SPLIT))
+    else:
+        # The bound alone decides: a sequence's bits don't depend on the others in the call.
+        number = max(1, min(_MOST_SPLITS, call.packed.max_kv // (2 * _LEAST_SPLIT)))
     parts = batch * heads * length * number
     values = parts * spec.value_head_dim
     return Splits(number, values, values + parts * 3)
@@ -165,7 +171,7 @@ def _prefill_launch(
             keys = call.key.shape[2]
         else:
             blocks = (_PACKED_BLOCK, blocks[1])
-            tiles = call.packed.blocks.shape[0] * tiles_a_block(call.packed, config)
+            tiles = call.packed.blocks.shape[0] * tiles_a_block(call.packed, config.block_m)
             keys = call.packed.max_kv
         fixed = {
             **call_sizes(call),
@@ -200,16 +206,16 @@ def _prefill_launch(
     values["query"], values["key"], values["value"] = tensors[:3]
     values["key_rows"], values["value_rows"] = call.key, call.value
     if call.packed is not None:
-        values["sequences"] = sequences_of(call, call.packed, config)
+        values["sequences"] = sequences_of(call, call.packed, config.block_m)
     return made.kept(call, key, make).launch(values)
 
 
-def tiles_a_block(packed: PackedRows, config: Config) -> int:
-    """Return the number of tiles of a row of blocks that may have rows."""
-    return max(1, -(-min(packed.max_q, _PACKED_BLOCK) // config.block_m))
+def tiles_a_block(packed: PackedRows, tile: int) -> int:
+    """Return the number of tiles of `tile` rows of a row of blocks that may have rows."""
+    return max(1, -(-min(packed.max_q, _PACKED_BLOCK) // tile))
 
 
-def sequences_of(call: Call, packed: PackedRows, config: Config) -> tuple[object, ...]:
+def sequences_of(call: Call, packed: PackedRows, tile: int) -> tuple[object, ...]:
     """Return the kernels' argument ``sequences``: pointers, then sizes."""
     table = packed.page_table
     stand_in = packed.slots
@@ -217,9 +223,9 @@ def sequences_of(call: Call, packed: PackedRows, config: Config) -> tuple[object
         packed.blocks, packed.q_offsets, packed.q_starts, packed.kv_lengths, packed.slots,
         or_else(packed.kv_offsets, stand_in), or_else(table, stand_in),
         or_else(packed.table_rows, stand_in), packed.slots.shape[0],
-        tiles_a_block(packed, config), packed.max_kv,
+        tiles_a_block(packed, tile), packed.max_kv,
         call.key.shape[2 if table is None else 0], 0 if table is None else table.stride(0),
-        0 if table is None else table.shape[0], int(packed.table_rows is not None),
+        0 if table is None else table.shape[0], int(packed.table_rows is not None), packed.max_q,
     )  # fmt: skip
 
 
@@ -238,11 +244,15 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     key = ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors))
 
     def make() -> FixedLaunch:
-        batch, heads, length = call.query.shape[:3]
+        units, heads, length = call.query.shape[:3]
+        keys = call.key.shape[2]
+        if call.packed is not None:
+            units = call.packed.blocks.shape[0]
+            length, keys = call.packed.max_q, call.packed.max_kv
         packed = packed_heads(spec, call)
         rows = max(16, 1 << (packed * length - 1).bit_length())
         splits = splits_of(spec, call)
-        pieces = -(-max(call.key.shape[2], 1) // config.block_n)
+        pieces = -(-max(keys, 1) // config.block_n)
         fixed = {
             **call_sizes(call), "sums_at": splits.sums_at, "splits": splits.number,
             "split_length": -(-pieces // splits.number) * config.block_n,
@@ -253,7 +263,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
 
         return made.fixed_launch(
             decode.decode_kernel,
-            batch * (heads // packed) * splits.number,
+            units * (heads // packed) * splits.number,
             {
                 # Decoding tiles have one part.
                 "D": padded(spec.head_dim),
@@ -274,6 +284,8 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
 
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
+    if call.packed is not None:
+        values["sequences"] = sequences_of(call, call.packed, _PACKED_BLOCK)
     (values["partial_out"],) = out.workspace
     return made.kept(call, key, make).launch(values)
 
@@ -313,5 +325,7 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
         )
 
     (partial_out,) = out.workspace
-    own = {"partial_out": partial_out, "scale": call.scale}
+    own: dict[str, object] = {"partial_out": partial_out, "scale": call.scale}
+    if call.packed is not None:
+        own["sequences"] = sequences_of(call, call.packed, _PACKED_BLOCK)
     return made.kept(call, key, make).launch({**own, **output_values(out, partial_out)})

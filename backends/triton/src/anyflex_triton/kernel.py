@@ -69,9 +69,7 @@ class TritonKernel(Kernel):
         return f"prefill {config.block_m}x{config.block_n}{products}{state}{self._note}"
 
     def _decodes(self, call: Call) -> bool:
-        length = call.query.shape[2]
-        if call.packed is not None:
-            return False
+        length = call.query.shape[2] if call.packed is None else call.packed.max_q
         if not 0 < length * packed_heads(self.spec, call) <= _SHORT_ROWS:
             return False
         return call.mask is None or length <= self.spec.block_size[0]

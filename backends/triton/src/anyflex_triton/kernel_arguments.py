@@ -106,7 +106,7 @@ ARGUMENTS = (
     Arguments(("dropout",), ("i32", "i32", "i32", "fp32"),
               "two words of the seed, threshold, scale: see `dropout.Dropout`; or None"),
     # Packed sequences
-    Arguments(("sequences",), ("*i32",) * 8 + ("i32",) * 4 + ("i64", "i32", "i32"),
+    Arguments(("sequences",), ("*i32",) * 8 + ("i32",) * 4 + ("i64",) + ("i32",) * 3,
               "a packed call's `PackedRows`, as `forward_call.sequences_of` writes them; or None"),
     Arguments(("READ_ROWS", "READ_COLUMNS"), None,
               "early reads, or None; with them SCORE_MOD and MASK_MOD are the functions of read"),

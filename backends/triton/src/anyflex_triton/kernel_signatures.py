@@ -541,17 +541,20 @@ class Programs:
         None."""
         # Products of float32 read their tiles into registers, in a layout that descriptors don't
         # have.
-        if self.is_packed:
-            return None
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
-        if fits and self.target in _DESCRIBING and all(map(_is_described, tensors)):
+        if (
+            fits
+            and not self.is_packed
+            and self.target in _DESCRIBING
+            and all(map(_is_described, tensors))
+        ):
             return "host"
         return self.own_describer(*tensors)
 
     def own_describer(self, *tensors: Tensor) -> Literal["kernel"] | None:
         """Return `describer` for targets where descriptors as arguments are no faster."""
         # Intel's compiler makes 2D block loads of descriptors that a kernel makes itself.
-        if self.target == "xpu" and all(map(is_blocked, tensors)):
+        if self.target == "xpu" and not self.is_packed and all(map(is_blocked, tensors)):
             return "kernel"
         return None
 
