@@ -148,9 +148,9 @@ def given(
     dims: tuple[int, int], q_lengths: list[int] = Q_LENGTHS
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        drawn(sum(q_lengths) + SPARE, 4, dims[0], seed=1),
-        drawn(sum(KV_LENGTHS), 2, dims[0], seed=2),
-        drawn(sum(KV_LENGTHS), 2, dims[1], seed=3),
+        drawn(sum(q_lengths) + SPARE, 2, dims[0], seed=1),
+        drawn(sum(KV_LENGTHS), 1, dims[0], seed=2),
+        drawn(sum(KV_LENGTHS), 1, dims[1], seed=3),
     )
 
 
