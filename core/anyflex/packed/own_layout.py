@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -65,12 +66,12 @@ def in_own_layout(
     if not is_plain(query, key, value) or dual_level(forward_ad) >= 0:
         return None
     try:
-        inputs = _inputs(checked, step, mask_mod)
+        inputs, views = _inputs(checked, step, mask_mod)
     except ModTraceError as error:
         if not error.pure:
             raise
         return None
-    if inputs is None or True in inputs.request.gradients:
+    if inputs.call.score_function is not None or True in inputs.request.gradients:
         return None
     call = inputs.call
     if key.dtype is not query.dtype:
@@ -88,6 +89,8 @@ def in_own_layout(
     reads_values = packed.device.type == "cpu" or check_indices()
     if packed.page_table is not None and reads_values:
         step.once(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
+    if views is not None:
+        call.mask = views()
     return launch_forward(plan, call)
 
 
@@ -106,20 +109,30 @@ def _scale_of(stored: Tensor, scale: Tensor | None) -> Tensor:
     return scale.expand(stored.shape[:3])
 
 
-def _inputs(checked: CheckedCall, step: Step, mask_mod: MaskMod | None) -> Inputs | None:
+def _inputs(
+    checked: CheckedCall, step: Step, mask_mod: MaskMod | None
+) -> tuple[Inputs, Callable[[], MaskViews] | None]:
+    """Return a call whose mask has no blocks yet, and what finds them."""
     length = checked.query.shape[2]
     rows = step.once(("rows", length), lambda: _rows(step.packed, length))
-    mask, views = NO_MOD, None
-    if mask_mod is not None:
-        mask = traced(mask_mod, "mask", torch.float32, step.packed.device)
+    if mask_mod is None:
+        return inputs_of(checked, NO_MOD, None, packed=rows), None
+    mask = traced(mask_mod, "mask", torch.float32, step.packed.device)
+
+    def views() -> MaskViews:
         heads = checked.query.shape[1] if _reads_heads(mask.text) else 1
         key = mask.text, *map(id, mask.captured), *mask.ints, *mask.floats
         # The mask goes along: its captured tensors' ids are its own as long as it lives.
-        mask, views = step.once(
-            ("blocks", length, heads, *key), lambda: (mask, _views(rows, mask, heads))
-        )
-    inputs = inputs_of(checked, mask, views, packed=rows)
-    return None if inputs.call.score_function is not None else inputs
+        return step.once(
+            ("blocks", length, heads, *key), lambda: (_views(rows, mask, heads), mask)
+        )[0]
+
+    # A plan depends on the size of blocks alone.
+    unseen = step.once(
+        ("no blocks yet",),
+        lambda: MaskViews(rows.slots.view(1, 1, -1), rows.slots, 0, 0, (BLOCK, BLOCK)),
+    )
+    return inputs_of(checked, mask, unseen, packed=rows), views
 
 
 def _rows(packed: Packed, length: int) -> PackedRows:
