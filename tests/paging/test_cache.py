@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anyflex.packed.packed import Step
 from anyflex.paging.cache import PagedKVCache
 from anyflex.paging.storage import STORAGES
 from tests.paging.dense_attention import dense_attention
+from tests.paging.poisoned_pages import places, poison
 
 __all__: list[str] = []
 
@@ -45,27 +45,6 @@ def made(pages: int, storage: str = "plain", slots: int = 4, width: int = 8) -> 
         slots=slots,
         width=width,
     )
-
-
-def places(cache: PagedKVCache, slot: int, length: int) -> tuple[Tensor, Tensor]:
-    """Page and row of each token, from the table that kernels read."""
-    position = torch.arange(length)
-    return cache.page_table[slot, position // SIZE].long(), position % SIZE
-
-
-def poison(cache: PagedKVCache, lengths: dict[int, int]) -> None:
-    """Fill all that is no row of a sequence with NaN, and the table's dead entries with ids of no
-    page."""
-    stale = torch.ones(cache.key.shape[1], SIZE, dtype=torch.bool)
-    for slot, length in lengths.items():
-        stale[places(cache, slot, length)] = False
-        cache.page_table[slot, -(-length // SIZE) :] = 2**31 - 1
-    stale[list(cache._sequences.owners._key_of)] = False  # `prefix` may find those
-    # An int8 has no NaN; its scale has.
-    plain = cache.key_scale is None
-    for pool in (cache.key, cache.value) if plain else (cache.key_scale, cache.value_scale):
-        assert pool is not None
-        pool.transpose(2, 3)[:, stale] = torch.nan
 
 
 def rows(cache: PagedKVCache, name: str, layer: int, slot: int, length: int) -> Tensor:
@@ -174,88 +153,6 @@ def test_every_sequence_has_its_own_rows_and_attends_to_them_alone(storage: str)
     for slot in list(server.known):
         server.cache.close(slot)
     assert server.cache.free_pages == 11
-
-
-class Tiny(nn.Module):
-    """A transformer of two layers; `attend(layer, q, k, v)` gives [T, HEADS, DIM]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width, size = HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM
-        self.embed, self.where = nn.Embedding(17, width), nn.Embedding(32, width)
-        self.qkv = nn.ModuleList(nn.Linear(width, size) for _ in range(LAYERS))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
-
-    def forward(self, tokens: list[int], positions: Tensor, attend: Any) -> Tensor:
-        x = self.embed(torch.tensor(tokens, dtype=torch.int64)) + self.where(positions)
-        for layer in range(LAYERS):
-            normed = nn.functional.layer_norm(x, x.shape[-1:])
-            qkv = self.qkv[layer](normed).unflatten(-1, (-1, DIM))
-            heads = qkv.split([HEADS, KV_HEADS, KV_HEADS], -2)
-            x = x + torch.tanh(self.out[layer](attend(layer, *heads).flatten(-2)))
-        logits: Tensor = x @ self.embed.weight.T
-        return logits
-
-
-def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx >= kv_idx
-
-
-@torch.no_grad()
-def test_requests_that_join_share_and_are_preempted_get_what_they_get_alone() -> None:
-    model, rng = Tiny(), random.Random(2)
-    cache = PagedKVCache(LAYERS, 12, SIZE, KV_HEADS, DIM, slots=4, width=8)
-    system = [rng.randrange(17) for _ in range(9)]
-    texts = [[*system, *(rng.randrange(17) for _ in range(rng.randint(1, 6)))] for _ in range(9)]
-    wanted = [len(text) + rng.randint(1, 8) for text in texts]
-    seen: list[dict[int, Tensor]] = [{} for _ in texts]
-    waiting, running, preempted, found = list(range(9)), dict[int, int](), 0, 0
-    while waiting or running:
-        while waiting and len(running) < 4:
-            slot, shared = cache.prefix(texts[waiting[0]])
-            running[waiting.pop(0)] = slot
-            found += shared
-        plan = []
-        for name, slot in running.items():
-            plan.append(
-                (name, slot, min(len(texts[name]) - cache.length(slot), rng.randint(1, 7)))
-            )
-        rng.shuffle(plan)
-        while (step := cache.step([(slot, count) for _, slot, count in plan])) is None:
-            name, slot, _ = plan.pop()
-            cache.close(slot)
-            del running[name]
-            waiting.append(name)
-            preempted += 1
-        poison(cache, {slot: cache.length(slot) for slot in running.values()})
-        tokens = []
-        for name, slot, count in plan:
-            length = cache.length(slot)
-            tokens += texts[name][length - count : length]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, step: Step = step) -> Any:
-            cache.append(step, layer, k, v)
-            return cache.attend(step, layer, q, mask_mod=causal)
-
-        logits = model(tokens, cache.positions(step, len(tokens)), attend)
-        counts = [count for *_, count in plan]
-        for (name, slot, count), part in zip(plan, logits.split(counts), strict=True):
-            length = cache.length(slot)
-            cache.commit(slot, texts[name])
-            seen[name].update(zip(range(length - count, length), part, strict=True))
-            if length == wanted[name]:
-                cache.close(running.pop(name))
-            elif length == len(texts[name]):
-                texts[name].append(int(part[-1].argmax()))
-    assert preempted and found and cache.free_pages == 12
-    for text, rows_seen in zip(texts, seen, strict=True):
-
-        def alone(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return dense_attention(q, k, v, 0, None, causal)
-
-        expected = model(text, torch.arange(len(text)), alone)
-        for position, row in rows_seen.items():
-            torch.testing.assert_close(row, expected[position], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
