@@ -42,7 +42,7 @@ GPU_BACKENDS = ["./backends/triton", "./backends/xpu", MPS_BACKEND]
 CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
 TRANSFORMERS = "transformers; python_version >= '3.11'"
-TEST_TOOLS = [".[test]", "pytest-xdist", TRANSFORMERS]
+TEST_TOOLS = [".[test,serving]", "pytest-xdist", TRANSFORMERS]
 PARTS = {
     "test": [*TEST_TOOLS, CPU_BACKEND, *GPU_BACKENDS, CUDA_BACKEND, TRITON],
     "lint": [".", "ruff", "mypy", "import-linter"],

@@ -18,6 +18,8 @@ from anyflex.plugin import isolated
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
+SERVER = FOLDER / "serving.py"
+"""It has an event loop and threads, so it gets a process of its own, and the fastest backend."""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +42,7 @@ def skip_without_transformers() -> None:
         pytest.skip("transformers isn't installed; its newest needs Python 3.11")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", sorted({*EXAMPLES} - {SERVER}), ids=lambda path: path.stem)
 def test_an_example_runs_and_its_assertions_hold(
     example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +53,15 @@ def test_an_example_runs_and_its_assertions_hold(
         warnings.simplefilter("error", anyflex.PerformanceWarning)
         runpy.run_path(example.name, run_name="__main__")
     assert 0 < len(capsys.readouterr().out.splitlines()) <= 60
+
+
+def test_the_server_gives_all_clients_what_plain_torch_computes() -> None:
+    pytest.importorskip("uvicorn", reason="the extra serving is not installed")
+    done = run(SERVER.name)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-2] == "6 of 6 counted right, all with plain torch's probabilities"
+    assert len(lines) <= 60
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
