@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from anyflex.packed.packed import Step
 from anyflex.paging.cache import PagedKVCache
 from anyflex.paging.storage import STORAGES
+from anyflex.plugin import hookimpl, isolated, register, register_hooks
 from tests.packed.dense_formula import Sequence, dense_formula
 from tests.paging.poisoned_pages import poison
 from tests.soak import SOAK
@@ -249,7 +250,7 @@ class Server:
             mods = Mods(1)
             mods.limits[0] = request.limit
             expected = alone(self.model, request.tokens, mods.masks)
-            # Whoever found a beginning has no logits of it.
+            # A request has no logits of a beginning that it found.
             assert len(request.seen) >= request.wanted - len(request.tokens) + 1
             for position, row in request.seen.items():
                 assert_close(row, expected[position], self.setting.budget)
@@ -369,3 +370,44 @@ def test_stored_numbers_and_sinks_are_those_of_the_formula(storage: str, setting
         assert (exact - without).abs().max() > 0.01
         error = (exact - expected).abs().max()
         assert error == 0 if storage == "plain" else 0 < error < 0.3
+
+
+class Compiles:
+    """Counts compilations by mask and q_class."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    @hookimpl
+    def anyflex_compiled(self, spec: Any, backend: str, seconds: float) -> None:
+        self.seen.append((str(spec.mask_graph), spec.q_class))
+
+
+@pytest.mark.parametrize("setting", SETTINGS[1:])  # it takes pages as they are
+@torch.no_grad()
+def test_steps_of_changing_batch_and_lengths_compile_once_a_mask_and_class(
+    setting: Setting,
+) -> None:
+    rng, masks = random.Random(4), Mods(8).masks
+    cache = made(setting, 60, slots=8)
+    compiles, classes = Compiles(), set()
+    with isolated():
+        register("cpu", importlib.import_module("anyflex_cpu.backend").CpuBackend)
+        register_hooks(compiles, "compiles")
+        for _ in range(1000 if SOAK else 200):
+            count = rng.randint(1, 6)
+            slots = [cache.open() for _ in range(count)]
+            longest = rng.choice((1, 5, LONGEST - 1))
+            step = cache.step([(slot, rng.randint(1, longest)) for slot in slots])
+            assert step is not None
+            classes.add(step.packed.max_q)
+            rows = torch.randn(int(step.packed.q_offsets[-1]), HEADS, DIM, dtype=setting.dtype)
+            for layer, mask in enumerate(masks):
+                key = rows[:, :KV_HEADS]
+                cache.append(step, layer, key, key)
+                cache.attend(step, layer, rows, None, mask, backend=setting.backend)
+            for slot in slots:
+                cache.close(slot)
+    assert len(classes) == 2
+    # One step of each class and mask compiles; all others find it.
+    assert len(compiles.seen) == len(set(compiles.seen)) == 2 * len(masks), compiles.seen
