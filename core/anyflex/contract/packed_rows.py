@@ -35,7 +35,8 @@ class PackedRows(NamedTuple):
             know.
         blocks: [n, 2], sequence and number in it of each block of 128 query rows: sequence after
             sequence, ``ceil(rows / 128)`` of each, then sequence N, the rows from
-            ``q_offsets[N]`` on. What the bounds leave over is -1.
+            ``q_offsets[N]`` on; -1 in rows that the bounds leave over. Query rows beyond a
+            sequence's max_q are in none, and their results are undefined.
     """
 
     q_offsets: Tensor

@@ -39,7 +39,7 @@ from anyflex.tracing.trace import TracedMod, captured_name, trace_mod
 from anyflex.tracing.trace_cache import traced
 from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
 
-__all__ = ["NO_MOD", "gather", "inputs_of", "run"]
+__all__ = ["NO_MOD", "gather", "inputs_of", "named", "run"]
 
 STRIDED = torch.strided
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -62,7 +62,7 @@ def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return outputs.out, outputs.lse, outputs.max_scores
         results = _apply(plan, inputs, call.query, call.key, call.value, *call.captured)
     except ModIndexError as error:
-        raise _named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
+        raise named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
     except RuntimeError as error:
         if not str(error).startswith("Inference tensors"):
             raise
@@ -85,8 +85,8 @@ def _refuse_tangents(call: Call) -> None:
             refuse_forward_mode()
 
 
-def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
-    """Kernels know captured tensors by position; the user knows them by name."""
+def named(error: ModIndexError, names: list[str]) -> ModIndexError:
+    """Return the error with captured tensors by their names: kernels know them by position."""
     text = str(error.args[0])
     for position, name in enumerate(names):
         if name:

@@ -62,6 +62,8 @@ def check_packed(
                 f"{name} is on {tensor.device} and the step's batch on {step.packed.device}: move "
                 f"one of them.",
             )
+    if query.shape[2] == 0:
+        fail("ArgumentError", "query's head dim E must be positive, got 0.")
     if key.shape[:-1] != value.shape[:-1]:
         fail(
             "ArgumentError",
@@ -69,7 +71,7 @@ def check_packed(
             f"{list(key.shape)} and {list(value.shape)}.",
         )
     if paged:
-        _check_pages(query, key, value, step)
+        _check_pages({"query": query, "key": key, "value": value}, scales, step)
     elif step.packed.kv_offsets is step.packed.q_offsets and key.shape[0] != query.shape[0]:
         fail(
             "ArgumentError",
@@ -100,21 +102,37 @@ def check_packed(
         )
     if out is not None:
         _check_out(out, query, value)
+        for name, tensor in (
+            ("query", query),
+            ("key", key),
+            ("value", value),
+            ("sinks", sinks),
+            ("k_scale", scales[0]),
+            ("v_scale", scales[1]),
+            ("out", out),
+        ):
+            if _learns(tensor):
+                fail(
+                    "ArgumentError",
+                    f"out is given and {name} requires grad: call it under torch.no_grad(), or "
+                    "without out.",
+                )
     return check_aux(False, return_aux)
 
 
-def _check_pages(query: Tensor, key: Tensor, value: Tensor, step: Step) -> None:
+def _check_pages(tensors: dict[str, Tensor], scales: tuple[Any, Any], step: Step) -> None:
     table = step.packed.page_table
     assert table is not None
-    if torch.is_grad_enabled():
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.requires_grad:
-                fail(
-                    "BackendRefused",
-                    f"{name} requires grad, and attention over pages has no backward: call it "
-                    "under torch.no_grad(), or pack keys and values (kv_offsets).",
-                    reasons={"reference": "attention over pages has no backward"},
-                )
+    scaled = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    for name, tensor in (tensors | scaled).items():
+        if _learns(tensor):
+            fail(
+                "BackendRefused",
+                f"{name} requires grad, and attention over pages has no backward: call it under "
+                "torch.no_grad(), or pack keys and values (kv_offsets).",
+                reasons={"reference": "attention over pages has no backward"},
+            )
+    key = tensors["key"]
     page_size = key.shape[2]
     if page_size == 0:
         fail("ArgumentError", "key's pages must have at least one row, got 0.")
@@ -184,9 +202,7 @@ def _check_out(out: Any, query: Tensor, value: Tensor) -> None:
             f"out must be {shape} in {query.dtype} on {query.device}, got {list(out.shape)} in "
             f"{out.dtype} on {out.device}.",
         )
-    if torch.is_grad_enabled() and (query.requires_grad or value.requires_grad):
-        fail(
-            "ArgumentError",
-            "out is given and gradients are recorded: call it under torch.no_grad(), or without "
-            "out.",
-        )
+
+
+def _learns(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.create import create_block_mask
+from anyflex.errors import ModTraceError
 from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.attention_sinks import with_sinks
@@ -25,6 +26,7 @@ from anyflex.packed.row_tables import (
     row_tables,
 )
 from anyflex.registry.freeze_options import freeze_options
+from anyflex.runtime.plan import refuse_tracing
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 from anyflex.tracing.trace_cache import traced
@@ -91,6 +93,7 @@ def flex_attention_packed(
 
     Source: page tables: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
     """
+    refuse_tracing()
     aux = check_packed(
         query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux
     )
@@ -193,19 +196,23 @@ def _block_mask(
     while q_block < min(step.packed.max_q, 128):
         q_block *= 2
     key: tuple[Any, ...] = ("mask", *sizes)
+    known: Any = mask_mod
     if mask_mod is not None and not in_graph():
         # Layers whose mask mods say the same share one mask, whatever function objects they are.
-        known = traced(mask_mod, "mask", torch.float32, step.packed.device)
-        key += known.text, *map(id, known.captured), *known.ints, *known.floats
-    return step.keep(
-        key,
-        lambda: create_block_mask(
-            relabelled_mask(mask_mod, tables),
-            None,
-            heads,
-            rows,
-            keys,
-            step.packed.device,
-            (q_block, 128),
-        ),
-    )
+        try:
+            known = traced(mask_mod, "mask", torch.float32, step.packed.device)
+            key += known.text, *map(id, known.captured), *known.ints, *known.floats
+        except ModTraceError as error:
+            if not error.pure:
+                raise
+            key += (id(mask_mod),)
+
+    def build() -> tuple[Any, Any]:
+        relabelled = relabelled_mask(mask_mod, tables)
+        device = step.packed.device
+        # The mod goes along: ids in the key are its own as long as it lives.
+        return create_block_mask(
+            relabelled, None, heads, rows, keys, device, (q_block, 128)
+        ), known
+
+    return step.keep(key, build)[0]

@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 
 from anyflex.contract.call import Outputs
 from anyflex.contract.packed_rows import PackedRows
-from anyflex.errors import BackendRefused, ModTraceError
+from anyflex.errors import BackendRefused, ModIndexError, ModTraceError
 from anyflex.frontend.arguments import check_tensors, is_plain
 from anyflex.frontend.checked_call import CheckedCall
-from anyflex.frontend.eager_call import NO_MOD, inputs_of
+from anyflex.frontend.eager_call import NO_MOD, inputs_of, named
 from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.static_runs import runs_of_kinds
 from anyflex.mod_graph.block_graph import BlockGraph, block_graph
@@ -25,6 +25,7 @@ from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
 from anyflex.packed.row_blocks import BLOCK, row_blocks
 from anyflex.registry.environment import check_indices
+from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.tensors.dynamo_disabled import in_graph
@@ -58,10 +59,8 @@ def in_own_layout(
     # Stored keys and values stand for ones of the query's type.
     one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
     check_tensors(query, one_key, one_value, enable_gqa)
-    differentiates = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
-    if differentiates or torch.is_autocast_enabled(packed.device.type):
+    learns = any(each is not None and each.requires_grad for each in (query, key, value, *scales))
+    if (learns and torch.is_grad_enabled()) or torch.is_autocast_enabled(packed.device.type):
         return None
     if not is_plain(query, key, value) or dual_level(forward_ad) >= 0:
         return None
@@ -78,7 +77,8 @@ def in_own_layout(
         call.k_scale, call.v_scale = (
             _scale_of(each, scale) for each, scale in zip((key, value), scales, strict=True)
         )
-    refused = "refused", inputs.request, query.dtype, key.shape
+    names = names_in_force(checked.backend)
+    refused = "refused", inputs.request, query.dtype, key.shape, names
     if step.has(refused):
         return None
     try:
@@ -91,7 +91,10 @@ def in_own_layout(
         step.once(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
     if views is not None:
         call.mask = views()
-    return launch_forward(plan, call)
+    try:
+        return launch_forward(plan, call)
+    except ModIndexError as error:
+        raise named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
 
 
 def _of_type(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,10 +143,12 @@ def _rows(packed: Packed, length: int) -> PackedRows:
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
     lowest = highest = None
+    max_kv = packed.max_kv
     if packed.device.type == "cpu":
         ends = packed.q_starts + packed.q_offsets.diff()
         numbers = torch.stack([packed.q_starts, packed.slots, ends, packed.kv_lengths])
-        lowest, highest = int(numbers.min()), int(numbers.max())
+        lowest, highest = min(int(numbers.min()), 0), int(numbers.max())
+        max_kv = int(packed.kv_lengths.max())
     return PackedRows(
         packed.q_offsets.contiguous(),
         packed.q_starts.contiguous(),
@@ -153,7 +158,7 @@ def _rows(packed: Packed, length: int) -> PackedRows:
         table,
         None if packed.table_rows is None else packed.table_rows.contiguous(),
         packed.max_q,
-        packed.max_kv,
+        max_kv,
         lowest,
         highest,
         row_blocks(packed, length),

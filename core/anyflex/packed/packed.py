@@ -114,10 +114,10 @@ class Packed:
             )
         self.q_offsets = q_offsets
         self.kv_offsets = q_offsets if kv_offsets is None else kv_offsets
-        self.kv_lengths = self.kv_offsets.diff() if kv_lengths is None else kv_lengths
+        self._given = kv_lengths, q_starts
+        self._derive()
         self.page_table = page_table
         self.slots = _numbered(q_offsets) if slots is None else slots
-        self.q_starts = self.kv_lengths - q_offsets.diff() if q_starts is None else q_starts
         self.sequences = q_offsets.shape[0] - 1
         self.device = q_offsets.device
         self.table_rows = slots
@@ -152,7 +152,9 @@ class Packed:
         for name, value in (("sequences", sequences), ("max_q", max_q), ("max_kv", max_kv)):
             check_count(f"Packed.with_capacity: {name}", value)
         check_tensors({"page_table": page_table})
-        numbers = torch.zeros(4 * sequences + 1, dtype=torch.int32, device=page_table.device)
+        # Tensors that are made in inference mode can't be written outside of it.
+        with torch.inference_mode(False):
+            numbers = torch.zeros(4 * sequences + 1, dtype=torch.int32, device=page_table.device)
         q_offsets, kv_lengths, slots, q_starts = torch.split(
             numbers, [sequences + 1, sequences, sequences, sequences]
         )
@@ -192,6 +194,12 @@ class Packed:
                 "Packed.set: this batch reads the tensors that it was made of; write to those, or "
                 "make it by Packed.with_capacity.",
             )
+        if is_capturing(self.device.type):
+            fail(
+                "GraphCaptureError",
+                "Packed.set: a device graph is being captured, and each replay would copy these "
+                "numbers again: call it before the capture and before each replay.",
+            )
         count, capacity = len(q_lengths), self.sequences
         rows = list(range(count)) if slots is None else list(slots)
         if not (len(kv_lengths) == len(rows) == count <= capacity):
@@ -225,11 +233,24 @@ class Packed:
                 *[0] * rest,
             ]
         )
-        self._changes += 1
+        self.outdate_steps()
 
     def begin(self) -> Step:
         """Return the step of one forward pass, which keeps what its layers share."""
+        self._derive()
         return Step(self)
+
+    def outdate_steps(self) -> None:
+        """Make the steps that began before refuse to be used."""
+        self._changes += 1
+
+    def _derive(self) -> None:
+        """Compute the lengths and first positions that weren't given. Other tensors may have been
+        written to since the last step."""
+        kv_lengths, q_starts = self._given
+        self.kv_lengths = self.kv_offsets.diff() if kv_lengths is None else kv_lengths
+        rows = self.q_offsets.diff()
+        self.q_starts = self.kv_lengths - rows if q_starts is None else q_starts
 
 
 def _numbered(q_offsets: Tensor) -> Tensor:

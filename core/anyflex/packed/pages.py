@@ -74,5 +74,7 @@ def check_pages(packed: Packed, pages: int, page_size: int) -> None:
     assert table is not None
     rows = table if packed.table_rows is None else table[packed.table_rows.long()]
     rows = rows[: packed.sequences]
-    columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+    longest = int(packed.kv_lengths.max()) if packed.sequences else 0
+    rows = rows[:, : -(-longest // page_size)]
+    columns = torch.arange(rows.shape[1], dtype=torch.int32, device=table.device)
     _check(rows[columns * page_size < packed.kv_lengths[:, None]], pages)

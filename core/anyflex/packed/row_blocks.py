@@ -24,7 +24,7 @@ def row_blocks(packed: Packed, rows: int) -> Tensor:
         return static_row_blocks(packed, rows)
     last = int(packed.q_offsets[-1])
     first = torch.arange(0, packed.max_q, BLOCK, dtype=torch.int32)
-    table = (first < packed.q_offsets.diff()[:, None]).nonzero().to(torch.int32)
+    table = (first < packed.q_offsets.diff()[:, None]).nonzero().to(torch.int32).contiguous()
     if last >= rows:
         return table
     rest = torch.arange(-(-(rows - last) // BLOCK), dtype=torch.int32)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.errors import ArgumentTypeError
+
 __all__ = ["StagedCopy"]
 
 
@@ -33,7 +35,12 @@ class StagedCopy:
 
     def send(self, numbers: Sequence[int]) -> None:
         """Write `numbers` to the start of the target, in the order of the current stream."""
-        values = torch.frombuffer(array("i", numbers), dtype=torch.int32)
+        try:
+            values = torch.frombuffer(array("i", numbers), dtype=torch.int32)
+        except (TypeError, OverflowError) as error:
+            raise ArgumentTypeError(f"lengths and slots must be ints of 32 bits: {error}.") from (
+                error
+            )
         target = self._target[: values.shape[0]]
         if not self._buffers:
             target.copy_(values)

@@ -231,6 +231,7 @@ class PagedKVCache:
         if reserved is None:
             return None
         self._numbers.send(reserved, self._sequences.changes, self._pools)
+        self._outdate_steps()
         self._reserved = reserved
         self._batch = self._numbers.batch(reserved.request.longest)
         self._passes = []
@@ -309,6 +310,12 @@ class PagedKVCache:
         """
         self._check_pass(step)
         check_layer(layer, self.key.shape[0])
+        least = 0 if in_graph() or self._reserved is None else self._reserved.request.total
+        if isinstance(query, Tensor) and query.dim() and query.shape[0] < least:
+            raise ArgumentError(
+                f"query must have a row for each of the step's {least} new tokens, got "
+                f"{query.shape[0]}."
+            )
         if self.key_scale is not None:
             rest["k_scale"], rest["v_scale"] = self._scales(layer)
         return flex_attention_packed(
@@ -347,6 +354,11 @@ class PagedKVCache:
         """End the last step if the slot takes part in it: its pages may get other owners."""
         if self._reserved is not None and slot in self._reserved.request.counts:
             self._reserved, self._passes = None, []
+            self._outdate_steps()
+
+    def _outdate_steps(self) -> None:
+        for batch in self._numbers.batches:
+            batch.outdate_steps()
 
     def _scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         if self.key_scale is None or self.value_scale is None:

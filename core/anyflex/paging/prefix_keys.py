@@ -39,6 +39,8 @@ def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
     Args:
         before: key of the page before it, or the root's.
     """
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise ArgumentTypeError(f"tokens must be a list of ints, got {type(tokens).__name__}.")
     try:
         ids = array("q", tokens)
     except TypeError as error:

@@ -169,7 +169,7 @@ class Sequences:
         # Most steps of decoding ask for what the last one did, and reading that takes longest.
         if type(wanted) is not list or wanted != self._last_wanted:
             self._last_request = self._read(wanted)
-            self._last_wanted = list(wanted)
+            self._last_wanted = [(slot, count) for slot, count in wanted]
         request = self._last_request
         starts = self._length_tensor.index_select(0, request.slots)
         lengths = starts + request.tokens

@@ -26,7 +26,7 @@ from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.runtime.scalar_specialization import Bound, bind_numbers, forget_numbers
 from anyflex.tensors.tensor_facts import architecture, determinism, memories, memory, q_class
 
-__all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
+__all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "refuse_tracing", "spec_for"]
 
 PLANS = 4096
 SHAPES = 4096
@@ -193,7 +193,7 @@ def plan_for(inputs: Inputs) -> Plan:
     )
     found = _by_shapes.get(exactly)
     if found is None:
-        _refuse_tracing()  # no trace's shapes were seen before: each has tensors of its own
+        refuse_tracing()  # no trace's shapes were seen before: each has tensors of its own
         of_class = (facts, _class_of(*shapes))
         plan = _plan_of_class(of_class, inputs, bound, names)
         if len(_by_shapes) >= SHAPES:
@@ -203,7 +203,7 @@ def plan_for(inputs: Inputs) -> Plan:
     return plan
 
 
-def _refuse_tracing() -> None:
+def refuse_tracing() -> None:
     """Raise BackendRefused inside of torch.jit.trace, where sizes are tensors."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise BackendRefused(

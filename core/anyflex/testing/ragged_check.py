@@ -114,7 +114,10 @@ def run(
     )
     paged = ragged.case.page is not None
     whole = attention is anyflex.flex_attention_packed and not call.gradients and ragged.parts
-    if whole and "key_scale" not in memory and declares_layout(session, paged=paged):
+    scaled = "key_scale" in memory
+    if scaled and "kv_storage" not in session.backend.capabilities.known_fields:
+        whole = False
+    if whole and declares_layout(session, paged=paged):
         session.require(
             all(spec.q_layout == "packed" for spec in ran),
             "a declared layout was not taken: the call was computed as a dense one",
