@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
@@ -12,8 +13,6 @@ from soak import SOAK
 from torch import Tensor
 
 import anyflex
-from anyflex.packed import own_layout
-from anyflex.packed.row_blocks import static_row_blocks
 from anyflex.plugin import Call, Outputs, isolated, register
 from anyflex.testing import posing
 
@@ -79,7 +78,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Core makes structures as on a device, where bounds alone are known."""
-    monkeypatch.setattr(own_layout, "row_blocks", static_row_blocks)
+    # No public name leads there: users can't ask for it on a CPU.
+    of_devices = importlib.import_module("anyflex.packed.row_blocks").static_row_blocks
+    monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", of_devices)
 
 
 def offsets(lengths: list[int]) -> Tensor:
@@ -258,7 +259,7 @@ def test_a_sequence_s_own_nan_stays_its_own_and_ids_are_clamped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a device nobody looks at ids.
-    monkeypatch.setattr(own_layout, "check_pages", lambda *_: None)
+    monkeypatch.setattr("anyflex.packed.own_layout.check_pages", lambda *_: None)
     lengths = [20, 18]
     k, v = (drawn(4, 2, 16, 16, seed=seed) for seed in (5, 6))
     table = torch.tensor([[2, 7], [1, -3]], dtype=torch.int32)

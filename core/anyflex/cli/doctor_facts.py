@@ -117,6 +117,9 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     backend = entry.state().backend if entry is not None else None
     if row.state == "usable" and entry is not None and backend is not None:
         facts["fingerprint"] = "".join(_texts(row, backend.fingerprint))
+        fields = backend.capabilities.known_fields
+        named = (("packed sequences", "q_layout"), ("keys in pages", "page_size"))
+        facts["layouts"] = [layout for layout, field in named if field in fields]
         wanted = device_types if row.device_type == "*" else [row.device_type]
         tests = [
             _timed(row.name, entry.distribution, backend.capabilities, device_type, attempts)
@@ -126,9 +129,6 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
         ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
     if backend is not None:
-        fields = backend.capabilities.known_fields
-        named = (("packed sequences", "q_layout"), ("keys in pages", "kv_layout"))
-        facts["layouts"] = [layout for layout, field in named if field in fields]
         facts["notes"] = _texts(row, backend.notes)
     return facts
 
