@@ -1,4 +1,4 @@
-"""What a step keeps, and calls whose inputs change, are traced or need gradients."""
+"""State of a step, and calls whose inputs change, are traced or need gradients."""
 
 from __future__ import annotations
 
