@@ -17,7 +17,7 @@ CAPABILITIES = {
     "an attention implementation for Hugging Face transformers": 830,
     "an attention backend for vLLM": 490,
     "gradients of biases for each pair, summed once on a CPU": 110,
-    "packed sequences and keys in pages, by any backend's dense kernels": 1_160,
+    "packed sequences and keys in pages, by any backend's dense kernels": 1_200,
     "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 870,
     "packed sequences and keys in pages as they are in the portable kernels": 480,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,

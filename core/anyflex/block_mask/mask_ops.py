@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.tensors.static_ops import implement
 from anyflex.tensors.symbolic_numbers import largest, least
 
 __all__ = ["built_op", "checked_op", "rows_op"]
@@ -117,8 +118,7 @@ for _name, _implementation, _of_fakes in (
     ("checked_block_mask", _checked, _fake_checked),
     ("block_mask_rows", _rows, _fake_rows),
 ):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"anyflex::{_name}", _of_fakes, lib=_library)
+    implement(_library, _name, _implementation, _of_fakes)
 
 built_op = torch.ops.anyflex.block_mask.default
 checked_op = torch.ops.anyflex.checked_block_mask.default

@@ -29,6 +29,7 @@ from anyflex.tensors.torch_versions import in_dual_level
 
 if TYPE_CHECKING:
     from anyflex.runtime.op_request import Request
+from anyflex.tensors.static_ops import implement
 
 __all__ = ["flex_attention_backward_op", "flex_attention_op"]
 
@@ -424,10 +425,8 @@ def _refuse_twice(ctx: Any, *gradients: Tensor) -> Any:
     )
 
 
-_library.impl("flex_attention", _forward, "CompositeExplicitAutograd")
-_library.impl("flex_attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("anyflex::flex_attention", _fake_forward, lib=_library)
-torch.library.register_fake("anyflex::flex_attention_backward", _fake_backward, lib=_library)
+implement(_library, "flex_attention", _forward, _fake_forward)
+implement(_library, "flex_attention_backward", _backward, _fake_backward)
 torch.library.register_autograd(
     "anyflex::flex_attention", _gradients, setup_context=_setup, lib=_library
 )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.tensors.static_ops import implement
+
 __all__ = ["append_op"]
 
 # torch.library is not annotated.
@@ -52,7 +54,6 @@ def _fake_append(
     return None
 
 
-_library.impl("append_kv", _append, "CompositeExplicitAutograd")
-torch.library.register_fake("anyflex::append_kv", _fake_append, lib=_library)
+implement(_library, "append_kv", _append, _fake_append)
 
 append_op = torch.ops.anyflex.append_kv.default
