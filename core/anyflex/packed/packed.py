@@ -31,7 +31,7 @@ _MISSING = object()
 
 
 class Packed:
-    """Which rows of packed tensors belong to which sequence, and which keys it reads.
+    """A batch: which rows of packed tensors belong to which sequence, and which keys it reads.
 
     Sequence i has the query rows ``q_offsets[i]:q_offsets[i + 1]``. Its keys are one of:
 

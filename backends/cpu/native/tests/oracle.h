@@ -19,7 +19,8 @@ struct shape {
     }
 };
 
-// Which pairs are kept, by the function of docs/plugins-advanced.md; all where `threshold` is 0.
+// Decides which pairs are kept, by the function of docs/plugins-advanced.md; all are where
+// `threshold` is 0.
 struct dropout {
     uint32_t words[2], threshold;
     float scale;
