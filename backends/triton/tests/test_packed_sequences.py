@@ -33,14 +33,16 @@ SPARE = 4
 SLOPES = torch.randn(7, 4, generator=torch.Generator().manual_seed(9))
 LIMITS = torch.tensor([3, 0, 9, 1, 30, 200, 7])
 BY_KEY = torch.randn(300, generator=torch.Generator().manual_seed(8))
+BY_QUERY = torch.randn(300, generator=torch.Generator().manual_seed(7))
 
 
 def slope(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score - SLOPES[b, h] * (q_idx - kv_idx) * 0.01 + BY_KEY[kv_idx]
+    # A sequence of more rows than keys has negative q_idx, which count from the table's end.
+    return score - SLOPES[b, h] * (q_idx - kv_idx) * 0.01 + BY_KEY[kv_idx] * BY_QUERY[q_idx]
 
 
 def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return (q_idx >= kv_idx) & ((q_idx - kv_idx < 40 + 3 * b) | (kv_idx < LIMITS[b]))
+    return ((q_idx >= kv_idx) & (q_idx - kv_idx < 40 + 3 * b)) | (kv_idx < LIMITS[b])
 
 
 def of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -441,7 +441,10 @@ class Programs:
         return all(first >= 0 and first + count <= 1 << 24 for first, count in ends)
 
     def _is_within(self, call: Call) -> bool:
-        """Return ``within`` of `source_for`."""
+        """Return ``within`` of `source_for`. Slots and lengths of packed sequences are on the
+        device."""
+        if call.packed is not None:
+            return False
         batch, heads, rows = call.query.shape[:3]
         counts = (batch, heads, rows, call.key.shape[2])
         offsets = call.index_offsets
