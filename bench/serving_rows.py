@@ -1,4 +1,4 @@
-"""Decode and prefill steps that `serving_targets.py` times: lengths, heads, pages, mods."""
+"""Decode and prefill steps that `serving_targets.py` and `serving_cpu_targets.py` time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ ROWS = _all_rows()
 
 @dataclass
 class Problem:
-    """A row's tensors, on the GPU.
+    """A row's tensors, on one device.
 
     Args:
         query: [T, Hq, D]. key, value: [sequences' keys, Hkv, D], sequence after sequence.
@@ -172,16 +172,16 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def problem(row: Row) -> Problem:
+def problem(row: Row, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Problem:
     """Draw a row's numbers; pages are scattered over their pool."""
-    generator = torch.Generator("cuda").manual_seed(len(row.lengths))
+    generator = torch.Generator(device).manual_seed(len(row.lengths))
     heads, kv_heads = row.heads
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     def int32(numbers: Any) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int32, device="cuda")
+        return torch.tensor(list(numbers), dtype=torch.int32, device=device)
 
     rows, keys = zip(*row.lengths, strict=True)
     total = sum(keys)
@@ -190,10 +190,10 @@ def problem(row: Row) -> Problem:
     if row.page:
         counts = [-(-count // row.page) for count in keys]
         width, pages = max(counts), sum(counts)
-        order = torch.randperm(pages, generator=generator, device="cuda").to(torch.int32)
-        table = torch.zeros(len(keys), width, dtype=torch.int32, device="cuda")
+        order = torch.randperm(pages, generator=generator, device=device).to(torch.int32)
+        table = torch.zeros(len(keys), width, dtype=torch.int32, device=device)
         pools = tuple(
-            torch.zeros(pages, kv_heads, row.page, row.dim, device="cuda", dtype=each.dtype)
+            torch.zeros(pages, kv_heads, row.page, row.dim, device=device, dtype=each.dtype)
             for each in (key, value)
         )
         page = first = 0
@@ -202,7 +202,7 @@ def problem(row: Row) -> Problem:
             table[i, :count] = own
             for pool, packed in zip(pools, (key, value), strict=True):
                 padded = torch.zeros(
-                    count * row.page, kv_heads, row.dim, device="cuda", dtype=key.dtype
+                    count * row.page, kv_heads, row.dim, device=device, dtype=key.dtype
                 )
                 padded[:length] = packed[first : first + length]
                 pool[own.long()] = padded.view(count, row.page, kv_heads, row.dim).transpose(1, 2)
@@ -212,7 +212,7 @@ def problem(row: Row) -> Problem:
         row, normal(sum(rows), heads, row.dim), key, value,
         int32(itertools.accumulate(rows, initial=0)), int32(itertools.accumulate(keys, initial=0)),
         int32(keys), pools, table,
-        2.0 ** torch.linspace(-0.25, -8, heads, device="cuda"), int32(drafts),
+        2.0 ** torch.linspace(-0.25, -8, heads, device=device), int32(drafts),
     )  # fmt: skip
 
 
@@ -233,9 +233,9 @@ def sample_error(given: Problem, out: Tensor) -> float:
         )
         score = query @ key.transpose(1, 2) / given.row.dim**0.5
         length, count = k1 - k0, q1 - q0
-        q_idx = torch.arange(length - count, length, device="cuda")[:, None]
-        kv_idx = torch.arange(length, device="cuda")
-        h = torch.arange(score.shape[0], device="cuda")[:, None, None]
+        q_idx = torch.arange(length - count, length, device=out.device)[:, None]
+        kv_idx = torch.arange(length, device=out.device)
+        h = torch.arange(score.shape[0], device=out.device)[:, None, None]
         if score_mod is not None:
             score = score_mod(score, i, h, q_idx, kv_idx)
         score = score.masked_fill(~mask_mod(i, h, q_idx, kv_idx), -torch.inf)

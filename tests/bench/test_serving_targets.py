@@ -1,7 +1,8 @@
-"""What `bench/serving_targets.py` calls a miss, and the rows that it measures."""
+"""Misses of the serving benches' targets, and the rows that they measure."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+from anyflex.plugin import Rejected, register
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -24,6 +28,7 @@ def loaded(name: str) -> ModuleType:
 
 
 targets, rows = loaded("serving_targets"), loaded("serving_rows")
+cpu = loaded("serving_cpu_targets")
 
 
 def report(group: str, page: int = 64, storage: str = "", **us: float) -> dict[str, Any]:
@@ -73,3 +78,27 @@ def test_each_group_has_rows_and_a_target() -> None:
     names = [(row.name, row.heads, row.dim, row.page, row.mod, row.storage) for row in rows.ROWS]
     assert len(set(names)) == len(names)
     assert {row.page for row in rows.ROWS} - {0} == set(targets.OF_DENSE)
+
+
+@pytest.mark.parametrize(
+    ("peer", "us", "missed"),
+    [("dense", 96, 0), ("dense", 94, 1), ("vLLM", 201, 0), ("vLLM", 199, 1), ("plain", 159, 1)],
+)
+def test_a_miss_on_a_cpu_is_told(peer: str, us: float, missed: int) -> None:
+    found = {"row": "1 x 8", "storage": "", "us": {"pages": [100.0], peer: [us]}, "errors": {}}
+    assert len(cpu.shortfalls([found])) == missed
+    wrong = {**found, "errors": {"pages": 0.1}}
+    assert len(cpu.shortfalls([wrong])) == missed + 1
+
+
+def test_a_row_on_a_cpu_is_measured_and_right() -> None:
+    kind = pytest.importorskip("anyflex_cpu.backend").CpuBackend
+    if isinstance(kind("cpu", "cpu").probe(), Rejected):
+        pytest.skip("the CPU backend's library isn't built")
+    register("cpu", kind)
+    short = dataclasses.replace(cpu.ROWS[0], lengths=((1, 40), (1, 40)))
+    stored = dataclasses.replace(short, storage="int8")
+    for row in (short, stored):
+        found = cpu.measure(row, torch.float32, 2, with_vllm=False)
+        assert cpu.shortfalls([{**found, "us": {"pages": [1.0]}}]) == []
+        assert len(found["us"]["pages"]) == 2
