@@ -27,6 +27,7 @@ struct decode_buffers {
     uint16_t* pairs;
     uint32_t* tiles;
     float* panels;
+    const char **keys, **values, **next_keys;  // column_rows of a tile
     bool values_on_tiles;  // the level has tiles, and a value row is a whole number of them
     softmax_state state;
     char* scratch;
@@ -48,6 +49,9 @@ decode_buffers take_buffers(arena& memory, const af_problem& p, const decode_pla
     b.panels = memory.take<float>(d.panels ? panel_rows * d.query_width : 0);
     b.out = memory.take<float>(d.rows * d.value_width);
     b.before = memory.take<float>(d.rows * d.value_width);
+    b.keys = memory.take<const char*>(decode_columns);
+    b.values = memory.take<const char*>(decode_columns);
+    b.next_keys = memory.take<const char*>(decode_columns);
     b.state.row_sum = memory.take<float>(d.rows_padded * VL);
     b.state.row_max = memory.take<float>(d.rows_padded);
     b.state.alpha = memory.take<float>(d.rows_padded);
@@ -95,6 +99,9 @@ struct decode_tile {
     tile_span span;
     int64_t columns;
     live_columns<decode_columns> in;
+    column_rows key, value;
+    column_rows next_key;  // of the next tile. The last one has its own again, which are near: the
+                           // next job may be another thread's.
 };
 
 // The tile of one head: the rows of a head are neighbours.
@@ -121,83 +128,109 @@ void decode_live(const decode_run& run, const decode_buffers& b, const run_row& 
     t.in = live_columns_of<decode_columns>(b.live, 0, static_cast<int>(run.plan.rows), t.columns);
 }
 
-// Rows of keys or values of the tile's head, as key_rows has them.
-template <int DTYPE>
-matrix tile_rows(const decode_run& run, const decode_tile& t, const af_tensor& tensor,
-                 int64_t first, int64_t at, int64_t* end) {
-    return key_rows(*run.p, tensor, DTYPE, t.job.b, t.job.kv_head, first, at, end);
+void find_rows(const decode_run& run, const decode_buffers& b, decode_tile& t) {
+    const af_problem& p = *run.p;
+    const auto rows = [&](const af_tensor& tensor, int64_t first, const char** blocks) {
+        return rows_of_columns(p, tensor, kv_dtype(p), t.job.b, t.job.kv_head, first, t.columns,
+                               blocks);
+    };
+    t.key = rows(p.key, t.span.begin, b.keys);
+    t.value = rows(p.value, t.span.begin, b.values);
+    t.next_key = rows(p.key, t.span.end < t.job.end ? t.span.end : t.span.begin, b.next_keys);
 }
 
-// Calls f(begin, end) for the tile's columns that are worth computing: in each call they are
-// neighbours in memory, as keys and as values.
-template <class F> void in_neighbours(const decode_run& run, const decode_tile& t, const F& f) {
+// Calls f(begin, end) for the tile's columns that are worth computing.
+template <class F> void in_parts(const decode_tile& t, const F& f) {
+    for (int i = 0; i < t.in.parts; ++i) f(t.in.part[i].begin, smaller(t.in.part[i].end, t.columns));
+}
+
+// Calls f(begin, end) for columns [begin, end), cut where they are no neighbours in memory.
+template <class F>
+void in_neighbours(const decode_run& run, const decode_tile& t, int64_t begin, int64_t end,
+                   const F& f) {
     const int64_t size = run.p->pages.ids ? run.p->pages.size : decode_columns;
     const int64_t into = run.p->pages.ids ? t.span.begin % size : 0;  // rows into its page
-    for (int i = 0; i < t.in.parts; ++i) {
-        const int64_t end = smaller(t.in.part[i].end, t.columns);
-        for (int64_t begin = t.in.part[i].begin; begin < end;) {
-            const int64_t stop = smaller((into + begin) / size * size + size - into, end);
-            f(begin, stop);
-            begin = stop;
-        }
+    while (begin < end) {
+        const int64_t stop = smaller((into + begin) / size * size + size - into, end);
+        f(begin, stop);
+        begin = stop;
     }
 }
 
-// Scores of columns [begin, end), which are neighbours; their values are read next.
+// Neighbours, from `column` on, as rows of a matrix that has the tile's column 0 as its first.
+matrix rows_at(const column_rows& rows, int64_t column) {
+    matrix m = rows.from(column);
+    m.data = address(m, -column, 0);
+    return m;
+}
+
 template <int DTYPE>
 void scores_of_columns(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                        int64_t begin, int64_t end, float* score) {
     const af_problem& p = *run.p;
-    int64_t stop = end;
-    const matrix key = tile_rows<DTYPE>(run, t, p.key, t.span.begin, begin, &stop);
-    const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
-    const rows_ahead next = rows_ahead_of(value, p.value_head_dim);
+    const rows_ahead next = rows_ahead_of(t.value, p.value_head_dim);
     const int rows = static_cast<int>(run.plan.rows);
     if (run.plan.panels) {
-        panel_scores<DTYPE>(b.panels, rows, key, p.head_dim, next, begin, end, run.scale.stored,
-                            score, decode_ld);
+        in_neighbours(run, t, begin, end, [&](int64_t first, int64_t stop) {
+            panel_scores<DTYPE>(b.panels, rows, rows_at(t.key, first), p.head_dim, next, first,
+                                stop, run.scale.stored, score, decode_ld);
+        });
         return;
     }
 #if defined(__AMX_BF16__)
-    if (DTYPE == AF_BF16 && b.query.tiles) {
+    if (DTYPE == AF_BF16 && b.query.tiles && are_on_tiles(t.key, begin)) {
         const tile_columns columns = columns_for_tiles(begin, end);
-        const stream_block ahead = block_of(value, columns.begin, columns.stride(), 0,
-                                            smaller(p.value_head_dim, value_dim_a_pass));
-        score_tiles(b.query, rows, key, p.head_dim, columns, ahead, run.scale.stored, score,
-                    decode_ld);
+        const int64_t dim = smaller(p.value_head_dim, value_dim_a_pass);
+        score_tiles(b.query, rows, t.key, p.head_dim, columns,
+                    block_of(t.value, columns.begin, columns.stride(), 0, dim), run.scale.stored,
+                    score, decode_ld);
         begin = columns.end;
     }
 #endif
 #if defined(__AVX512F__)
     if constexpr (DTYPE <= AF_F16) {
-        const int64_t n = columns_in_order(key, p.head_dim, begin, end);
-        if (n > 0)
-            with_width(p.head_dim, [&](auto width) {
-                scores_in_order<DTYPE, decltype(width)::value>(
-                    b.query, rows, key, begin, begin + n, run.scale.stored, score, decode_ld);
+        if (is_read_in_order(t.key, p.head_dim)) {
+            in_neighbours(run, t, begin, end, [&](int64_t first, int64_t stop) {
+                const int64_t turns = first + (stop - first) / turn_in_order * turn_in_order;
+                with_width(p.head_dim, [&](auto width) {
+                    scores_in_order<DTYPE, decltype(width)::value>(
+                        b.query, rows, rows_at(t.key, first), first, turns, run.scale.stored,
+                        score, decode_ld);
+                });
+                decode_scores<DTYPE>(b.query, rows, t.key, p.head_dim, next, turns, stop,
+                                     run.scale.stored, score, decode_ld);
             });
-        begin += n;
+            return;
+        }
     }
 #endif
-    decode_scores<DTYPE>(b.query, rows, key, p.head_dim, next, begin, end, run.scale.stored,
+    decode_scores<DTYPE>(b.query, rows, t.key, p.head_dim, next, begin, end, run.scale.stored,
                          score, decode_ld);
 }
 
-// Multiplies columns [begin, end), which are neighbours, of a tile's rows by their scales.
+// Multiplies columns [begin, end) of a tile's rows by their scales.
 void scale_columns(const decode_run& run, const decode_tile& t, const af_scales& scales,
                    int64_t begin, int64_t end, const float* from, float* to) {
-    const row_scales s =
-        scales_of(*run.p, scales, t.job.b, t.job.kv_head, t.span.begin, begin);
-    for (int64_t r = 0; r < run.plan.rows; ++r)
-        for (int64_t c = begin; c < end; ++c)
-            to[r * decode_ld + c] = from[r * decode_ld + c] * s.at[c * s.row];
+    in_neighbours(run, t, begin, end, [&](int64_t first, int64_t stop) {
+        const row_scales s =
+            scales_of(*run.p, scales, t.job.b, t.job.kv_head, t.span.begin, first);
+        for (int64_t r = 0; r < run.plan.rows; ++r) {
+            const float* x = from + r * decode_ld;
+            float* y = to + r * decode_ld;
+            // The usual stride apart, which makes vectors.
+            if (s.row == 1)
+                for (int64_t c = first; c < stop; ++c) y[c] = x[c] * s.at[c];
+            else
+                for (int64_t c = first; c < stop; ++c) y[c] = x[c] * s.at[c * s.row];
+        }
+    });
 }
 
 template <int DTYPE>
 void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                     float* score) {
     const af_problem& p = *run.p;
-    in_neighbours(run, t, [&](int64_t begin, int64_t end) {
+    in_parts(t, [&](int64_t begin, int64_t end) {
         scores_of_columns<DTYPE>(run, b, t, begin, end, score);
         if (DTYPE > AF_F16) scale_columns(run, t, p.key_scales, begin, end, score, score);
     });
@@ -243,13 +276,11 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
     const decode_plan& d = run.plan;
     memcpy(b.out, b.before, d.rows * d.value_width * 4);
     scores_of_tile<DTYPE>(run, b, t, b.spare);
-    in_neighbours(run, t, [&](int64_t begin, int64_t end) {
-        int64_t stop = end;
-        const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
+    in_parts(t, [&](int64_t begin, int64_t end) {
         row_scales s = {nullptr, 0};
-        if (DTYPE > AF_F16)
-            s = scales_of(p, p.value_scales, t.job.b, t.job.kv_head, t.span.begin, begin);
-        for (int64_t c = begin; c < end; ++c)
+        for (int64_t c = begin; c < end; ++c) {
+            if (DTYPE > AF_F16)
+                s = scales_of(p, p.value_scales, t.job.b, t.job.kv_head, t.span.begin, c);
             for (int64_t r = 0; r < d.rows; ++r) {
                 const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
                 if (!(bits >> (c % 16) & 1) || b.spare[r * decode_ld + c] == -infinity) continue;
@@ -259,9 +290,10 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
                     if (!(kept >> (c % 16) & 1)) continue;
                 }
                 const float weight = b.score[r * decode_ld + c];
-                add_row(value, c, p.value_head_dim, s.at ? weight * s.at[c * s.row] : weight,
-                        b.out + r * d.value_width);
+                add_row(t.value.from(c), 0, p.value_head_dim,
+                        s.at ? weight * s.at[c * s.row] : weight, b.out + r * d.value_width);
             }
+        }
     });
 }
 
@@ -271,16 +303,13 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
 void fetch_next([[maybe_unused]] const decode_run& run, [[maybe_unused]] const decode_tile& t) {
 #if defined(__AVX512F__)
     const af_problem& p = *run.p;
-    const auto fetch = [&](const af_tensor& tensor, int64_t dim, int64_t begin, int64_t end) {
-        int64_t neighbours = turn_in_order;
-        const matrix m =
-            key_rows(p, tensor, kv_dtype(p), t.job.b, t.job.kv_head, begin, 0, &neighbours);
-        if (columns_in_order(m, dim, begin, end) == 0) return;
-        const rows_ahead rows = rows_ahead_of(m, dim);
-        for (int64_t c = 0; c < turn_in_order; ++c) rows.fetch(c);
+    const auto fetch = [](const column_rows& rows, int64_t dim, int64_t first, int64_t columns) {
+        if (!is_read_in_order(rows, dim)) return;
+        for (int64_t c = first; c < smaller(first + turn_in_order, columns); ++c)
+            rows_ahead_of(rows, dim).fetch(c);
     };
-    fetch(p.value, p.value_head_dim, t.span.begin + t.in.part[0].begin, t.span.end);
-    fetch(p.key, p.head_dim, t.span.end, t.job.end);
+    fetch(t.value, p.value_head_dim, t.in.part[0].begin, t.columns);
+    fetch(t.next_key, p.head_dim, 0, t.columns);
 #endif
 }
 
@@ -297,19 +326,13 @@ void softmax_of_tile(const decode_run& run, const decode_buffers& b, const decod
     }
 }
 
-// Adds the weighted values of columns [begin, end), which are neighbours. The keys of the next tile
-// are read afterwards; the last tile prefetches its own again, which are near: the next job may be
-// another thread's.
+// Adds the weighted values of columns [begin, end). The keys of the next tile are read afterwards.
 template <int DTYPE>
 void values_of_columns(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                        int64_t begin, int64_t end) {
     const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
-    const int64_t after = t.span.end < t.job.end ? t.span.end : t.span.begin;
-    int64_t stop = end;
-    const matrix value = tile_rows<DTYPE>(run, t, p.value, t.span.begin, begin, &stop);
-    const matrix key = tile_rows<DTYPE>(run, t, p.key, after, begin, &stop);
-    const rows_ahead next = rows_ahead_of(key, p.head_dim);
+    const rows_ahead next = rows_ahead_of(t.next_key, p.head_dim);
     const int rows = static_cast<int>(d.rows);
     const float* weight = b.score;
     if (DTYPE > AF_F16) {
@@ -317,32 +340,38 @@ void values_of_columns(const decode_run& run, const decode_buffers& b, const dec
         weight = b.spare;
     }
     if (d.panels) {
-        panel_values<DTYPE>(weight, decode_ld, rows, value, p.value_head_dim, next, begin, end,
-                            b.out, d.value_width);
+        in_neighbours(run, t, begin, end, [&](int64_t first, int64_t stop) {
+            panel_values<DTYPE>(weight, decode_ld, rows, rows_at(t.value, first),
+                                p.value_head_dim, next, first, stop, b.out, d.value_width);
+        });
         return;
     }
 #if defined(__AMX_BF16__)
-    if (DTYPE == AF_BF16 && b.values_on_tiles) {
+    if (DTYPE == AF_BF16 && b.values_on_tiles && are_on_tiles(t.value, begin)) {
         const tile_columns columns = columns_for_tiles(begin, end);
-        const stream_block ahead = block_of(key, p.pages.ids ? columns.begin : 0,
-                                            columns.stride(), 0, p.head_dim);
-        value_tiles(weight, decode_ld, rows, value, p.value_head_dim, columns, ahead,
+        value_tiles(weight, decode_ld, rows, t.value, p.value_head_dim, columns,
+                    block_of(t.next_key, 0, columns.stride(), 0, p.head_dim),
                     reinterpret_cast<uint32_t*>(b.spare), b.out, d.value_width);
         begin = columns.end;
     }
 #endif
 #if defined(__AVX512F__)
     if constexpr (DTYPE <= AF_F16) {
-        const int64_t n = columns_in_order(value, p.value_head_dim, begin, end);
-        if (n > 0)
-            with_width(p.value_head_dim, [&](auto width) {
-                values_in_order<DTYPE, decltype(width)::value>(weight, decode_ld, rows, value,
-                                                               begin, begin + n, b.out);
+        if (is_read_in_order(t.value, p.value_head_dim)) {
+            in_neighbours(run, t, begin, end, [&](int64_t first, int64_t stop) {
+                const int64_t turns = first + (stop - first) / turn_in_order * turn_in_order;
+                with_width(p.value_head_dim, [&](auto width) {
+                    values_in_order<DTYPE, decltype(width)::value>(
+                        weight, decode_ld, rows, rows_at(t.value, first), first, turns, b.out);
+                });
+                decode_values<DTYPE>(weight, decode_ld, rows, t.value, p.value_head_dim, next,
+                                     turns, stop, b.out, d.value_width);
             });
-        begin += n;
+            return;
+        }
     }
 #endif
-    decode_values<DTYPE>(weight, decode_ld, rows, value, p.value_head_dim, next, begin, end,
+    decode_values<DTYPE>(weight, decode_ld, rows, t.value, p.value_head_dim, next, begin, end,
                          b.out, d.value_width);
 }
 
@@ -355,7 +384,7 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
             store(b.out + r * d.value_width + e, load(b.out + r * d.value_width + e) * alpha);
     }
     memcpy(b.before, b.out, d.rows * d.value_width * 4);
-    in_neighbours(run, t, [&](int64_t begin, int64_t end) {
+    in_parts(t, [&](int64_t begin, int64_t end) {
         values_of_columns<DTYPE>(run, b, t, begin, end);
     });
     if (!finite(b.out, d.rows * d.value_width)) careful_values<DTYPE>(run, b, t);
@@ -406,6 +435,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
         t.columns = t.span.end - t.span.begin;
         decode_live(run, b, row, t);
         if (t.in.parts == 0) continue;
+        find_rows(run, b, t);
         scores_of_tile<DTYPE>(run, b, t, b.score);
         fetch_next(run, t);
         if (t.in.all)

@@ -25,25 +25,25 @@ AF_INLINE tile_columns columns_for_tiles(int64_t begin, int64_t end) {
     return {begin, begin + (end - begin) / turn_columns * turn_columns};
 }
 
-// `dim` elements of each row of a matrix, in four streams that begin at these addresses.
+// Whether the columns from `begin` on are neighbours by the keys of a tile.
+AF_INLINE bool are_on_tiles(const column_rows& rows, int64_t begin) {
+    return rows.shift >= 4 && begin % tile_keys == 0;
+}
+
+// `dim` elements of the rows of a turn, 16 of each of four streams, which begin at these addresses.
 struct stream_block {
     const char* stream[streams];
     int64_t row, width;  // bytes: from a row to the next, and of one
 };
 
-AF_INLINE stream_block block_of(const matrix& m, int64_t first, int64_t stride, int64_t d,
+// Returns those of columns first, first + stride and so on, from element d on.
+AF_INLINE stream_block block_of(const column_rows& rows, int64_t first, int64_t stride, int64_t d,
                                 int64_t dim) {
     stream_block b;
-    for (int s = 0; s < streams; ++s) b.stream[s] = address(m, first + s * stride, d);
-    b.row = m.row * 2;
+    for (int s = 0; s < streams; ++s) b.stream[s] = rows.at(first + s * stride) + d * rows.col * 2;
+    b.row = rows.row * 2;
     b.width = dim * 2;
     return b;
-}
-
-AF_INLINE stream_block turn_of(const stream_block& b, int64_t turn) {
-    stream_block t = b;
-    for (int s = 0; s < streams; ++s) t.stream[s] += turn * tile_keys * b.row;
-    return t;
 }
 
 // Prefetches the lines of a turn into L1.
@@ -139,14 +139,20 @@ static void score_turn(const decode_query& q, int rows, const stream_block& key,
 }
 
 // Scores of all rows. `next` is read afterwards.
-static void score_tiles(const decode_query& q, int rows, const matrix& key, int64_t dim,
+static void score_tiles(const decode_query& q, int rows, const column_rows& key, int64_t dim,
                         const tile_columns& columns, const stream_block& next, float scale,
                         float* score, int64_t ld) {
     const int64_t turns = columns.turns(), stride = columns.stride();
-    const stream_block block = block_of(key, columns.begin, stride, 0, dim);
-    for (int64_t t = 0; t < turns; ++t)
-        score_turn(q, rows, turn_of(block, t), t + 1 < turns ? turn_of(block, t + 1) : next, scale,
-                   score + columns.begin + t * tile_keys, ld, stride);
+    if (turns == 0) return;
+    const auto turn = [&](int64_t t) AF_FLAT {
+        return t < turns ? block_of(key, columns.begin + t * tile_keys, stride, 0, dim) : next;
+    };
+    stream_block now = turn(0);
+    for (int64_t t = 0; t < turns; ++t) {
+        const stream_block ahead = turn(t + 1);
+        score_turn(q, rows, now, ahead, scale, score + columns.begin + t * tile_keys, ld, stride);
+        now = ahead;
+    }
 }
 
 // A row of values is a row of the right side as it lies in memory, but its pairs are neighbours in
@@ -178,15 +184,20 @@ static void spread_weights(const float* weight, int64_t ld, int rows, const tile
         }
 }
 
-// One pass over up to 4 rows and 128 elements of each value. `words` begin at the first column.
+// One pass over up to 4 rows and `dim` elements of each value from element d on, 128 at most.
+// `words` begin at the first column.
 static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_columns& columns,
-                       const stream_block& value, const stream_block& next, float* out,
-                       int64_t width) {
+                       const column_rows& value, int64_t d, int64_t dim, const stream_block& next,
+                       float* out, int64_t width) {
     const int64_t turns = columns.turns(), stride = columns.stride();
+    const auto turn = [&](int64_t t) AF_FLAT {
+        return t < turns ? block_of(value, columns.begin + t * tile_keys, stride, d, dim) : next;
+    };
     tiles_zero<2>();
+    stream_block now = turn(0);
     for (int64_t t = 0; t < turns; ++t) {
-        const stream_block now = turn_of(value, t);
-        turn_ahead ahead(t + 1 < turns ? turn_of(value, t + 1) : next);
+        const stream_block after = turn(t + 1);
+        turn_ahead ahead(after);
         for (int s = 0; s < streams; ++s) {
             const char* v = now.stream[s];
             _tile_loadd(4, words + t * tile_keys + s * stride, ld * 4);
@@ -209,12 +220,13 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
                 ahead.fetch();
             }
         }
+        now = after;
     }
     alignas(64) float sums[4][16 * 16];
     store_sums(sums);
     constexpr int group = value_rows_a_tile * 16;
     for (int r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < value.width / 64; ++i) {
+        for (int64_t i = 0; i < dim / (2 * VL); ++i) {
             const float* sum = sums[i] + r * 16;
             const vf even = load(sum) + load(sum + group);
             const vf odd = load(sum + 2 * group) + load(sum + 3 * group);
@@ -228,20 +240,20 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
 
 // out[row][width] += weight[row][c] * value[c]. `words` has room for 16 rows as wide as the
 // weights; `next` is what is read afterwards.
-static void value_tiles(const float* weight, int64_t ld, int rows, const matrix& value, int64_t dim,
-                        const tile_columns& columns, const stream_block& next, uint32_t* words,
-                        float* out, int64_t width) {
+static void value_tiles(const float* weight, int64_t ld, int rows, const column_rows& value,
+                        int64_t dim, const tile_columns& columns, const stream_block& next,
+                        uint32_t* words, float* out, int64_t width) {
     if (columns.turns() == 0) return;
-    const auto block = [&](int64_t d) AF_FLAT {
-        return block_of(value, columns.begin, columns.stride(), d,
-                        smaller(dim - d, value_dim_a_pass));
-    };
+    const auto pass = [&](int64_t d) AF_FLAT { return smaller(dim - d, value_dim_a_pass); };
     for (int r = 0; r < rows; r += value_rows_a_tile) {
         const int n = static_cast<int>(smaller(rows - r, value_rows_a_tile));
         spread_weights(weight + r * ld, ld, n, columns, words);
         for (int64_t d = 0; d < dim; d += value_dim_a_pass)
-            value_pass(words + columns.begin, ld, n, columns, block(d),
-                       d + value_dim_a_pass < dim ? block(d + value_dim_a_pass) : next,
+            value_pass(words + columns.begin, ld, n, columns, value, d, pass(d),
+                       d + value_dim_a_pass < dim
+                           ? block_of(value, columns.begin, columns.stride(), d + value_dim_a_pass,
+                                      pass(d + value_dim_a_pass))
+                           : next,
                        out + r * width + d, width);
     }
 }

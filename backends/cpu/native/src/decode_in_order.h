@@ -18,16 +18,15 @@ namespace AF_LEVEL {
 // All query rows take these columns while they are in L1.
 constexpr int64_t turn_in_order = 16;
 
-// Returns how many of columns [begin, end) are read in order, a multiple of a turn's columns; the
-// others are read in streams. Rows of these widths that aren't neighbours make no streams, so
-// every processor reads them in order.
-AF_INLINE int64_t columns_in_order(const matrix& m, int64_t dim, int64_t begin, int64_t end) {
-    const bool usual = m.col == 1 && m.dtype <= AF_F16 && (dim == 64 || dim == 96 || dim == 128);
-    if (!usual || (m.row == dim && !af_reads_best_in_order())) return 0;
-    return (end - begin) / turn_in_order * turn_in_order;
+// Whether rows are read in order, whole turns of them; others are read in streams. Rows of these
+// widths that aren't neighbours make no streams, so every processor reads them in order.
+AF_INLINE bool is_read_in_order(const column_rows& rows, int64_t dim) {
+    const bool usual =
+        rows.col == 1 && rows.dtype <= AF_F16 && (dim == 64 || dim == 96 || dim == 128);
+    return usual && (rows.row != dim || af_reads_best_in_order());
 }
 
-// Calls f(count_of<dim>()) for a width that columns_in_order takes.
+// Calls f(count_of<dim>()) for a width that is_read_in_order takes.
 template <class F>
 AF_INLINE void with_width(int64_t dim, const F& f) {
     if (dim == 128) return f(count_of<128>());

@@ -63,7 +63,7 @@ struct lines_ahead {
         // Rows with gaps between their elements, or without a row stride, are left to the hardware
         // prefetcher.
         const bool lines = next.rows.col == 1 && next.rows.row != 0 && next.bytes > 0;
-        return {address(next.rows, column, 0), next.bytes, next.rows.row * size - next.bytes,
+        return {next.rows.at(column), next.bytes, next.rows.row * size - next.bytes,
                 next.bytes, lines ? rows : 0};
     }
     AF_INLINE_MEMBER void line() {

@@ -48,15 +48,13 @@ struct decode_query {
     int64_t width;          // elements a row, a multiple of 2 * VL
 };
 
-// R rows times VL / R keys: VL vectors of partial sums, which one reduction across lanes ends.
+// R rows times VL / R keys at k: VL vectors of partial sums, which one reduction across lanes ends.
 template <int R, int DTYPE>
-AF_INLINE void dot_floats(const decode_query& q, int row, const matrix& key, const int64_t* at,
-                          int64_t dim, float* sums) {
+AF_INLINE void dot_floats(const decode_query& q, int row, const column_rows& key,
+                          const char* const (&k)[VL / R], int64_t dim, float* sums) {
     constexpr int K = VL / R;
     vf acc[VL] = {};
     const float* a = q.row + row * q.width;
-    const char* k[K];
-    for (int i = 0; i < K; ++i) k[i] = address(key, at[i], 0);
     constexpr int size = element_bytes(DTYPE);
     int64_t d = 0;
     if (key.col == 1)
@@ -71,7 +69,7 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const matrix& key, con
         }
     for (; d < dim; d += VL)
         for (int i = 0; i < K; ++i) {
-            const vf x = fetch(key, at[i], d, dim - d);
+            const vf x = fetch({k[i], key.row, key.col, DTYPE}, 0, d, dim - d);
             for (int r = 0; r < R; ++r)
                 acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
         }
@@ -80,8 +78,8 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const matrix& key, con
 
 #if defined(__AVX512BF16__)
 template <int R>
-AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, const int64_t* at,
-                         int64_t dim, float* sums) {
+AF_INLINE void dot_pairs(const decode_query& q, int row, const column_rows& key,
+                         const char* const (&k)[VL / R], int64_t dim, float* sums) {
     constexpr int K = VL / R;
     vf acc[VL] = {};
     const uint16_t* a = q.pairs + row * q.width;
@@ -95,8 +93,6 @@ AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, cons
                                                   reinterpret_cast<__m512bh>(x[i]), y);
         }
     };
-    const char* k[K];
-    for (int i = 0; i < K; ++i) k[i] = address(key, at[i], 0);
     int64_t d = 0;
     vu x[K];
     for (; d + 2 * VL <= dim; d += 2 * VL) {
@@ -105,7 +101,7 @@ AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, cons
         step(d, x);
     }
     if (d < dim) {
-        for (int i = 0; i < K; ++i) x[i] = fetch_pairs(key, at[i], d, dim - d);
+        for (int i = 0; i < K; ++i) x[i] = fetch_pairs({k[i], key.row, key.col, AF_BF16}, 0, d, dim - d);
         step(d, x);
     }
     store(sums, across<true>(acc));
@@ -121,15 +117,13 @@ constexpr int streams = 4;
 // next keys after those. Each row that is read prefetches its counterpart here into L2, which
 // holds both: no line comes late, and none is prefetched twice.
 struct rows_ahead {
-    matrix rows;
+    column_rows rows;
     int64_t bytes;  // of a row
 
-    AF_INLINE_MEMBER void fetch(int64_t column) const {
-        prefetch_rows(address(rows, column, 0), bytes);
-    }
+    AF_INLINE_MEMBER void fetch(int64_t column) const { prefetch_rows(rows.at(column), bytes); }
 };
 
-inline rows_ahead rows_ahead_of(const matrix& rows, int64_t dim) {
+inline rows_ahead rows_ahead_of(const column_rows& rows, int64_t dim) {
     return {rows, dim * element_bytes(rows.dtype)};
 }
 
@@ -149,26 +143,28 @@ AF_INLINE void in_streams(int64_t begin, int64_t end, int64_t columns, const F& 
 
 // score[r][c] = scale * (q row r . key c) for R rows from `row` on and the columns of a turn.
 template <int R, int DTYPE>
-static void score_rows(const decode_query& q, int row, const matrix& key, int64_t dim,
+static void score_rows(const decode_query& q, int row, const column_rows& key, int64_t dim,
                        const rows_ahead& next, int64_t first, int64_t n, int64_t stride,
                        float scale, float* score, int64_t ld) {
     constexpr int K = VL / R;
     const int64_t columns = stride > 0 ? n * streams : n;
     for (int64_t c = 0; c < columns; c += K) {
         int64_t at[K];
+        const char* k[K];
         for (int i = 0; i < K; ++i) {
             // Lanes past the end read the last key again.
             const int64_t x = c + i < columns ? c + i : columns - 1;
             at[i] = first + (stride > 0 ? x % streams * stride + x / streams : x);
+            k[i] = key.at(at[i]);
             if (row == 0) next.fetch(at[i]);
         }
         alignas(64) float sums[VL];
 #if defined(__AVX512BF16__)
         if (DTYPE == AF_BF16 && q.pairs)
-            dot_pairs<R>(q, row, key, at, dim, sums);
+            dot_pairs<R>(q, row, key, k, dim, sums);
         else
 #endif
-            dot_floats<R, DTYPE>(q, row, key, at, dim, sums);
+            dot_floats<R, DTYPE>(q, row, key, k, dim, sums);
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < K; ++i) score[(row + r) * ld + at[i]] = sums[r * K + i] * scale;
     }
@@ -176,7 +172,7 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
 
 // Scores of all rows.
 template <int DTYPE>
-static void decode_scores(const decode_query& q, int rows, const matrix& key, int64_t dim,
+static void decode_scores(const decode_query& q, int rows, const column_rows& key, int64_t dim,
                           const rows_ahead& next, int64_t begin, int64_t end, float scale,
                           float* score, int64_t ld) {
     // Takes a few keys for all rows, then the next few: they stay in L1 meanwhile.
@@ -191,14 +187,14 @@ static void decode_scores(const decode_query& q, int rows, const matrix& key, in
 // out[R][N * VL] += weight[R][c] * value[c][N * VL] from element `d` on, over a turn's columns.
 // `next` may be NULL.
 template <int R, int N, int DTYPE>
-AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
+AF_INLINE void value_block(const float* weight, int64_t ld, const column_rows& value,
                            const rows_ahead* next, int64_t first, int64_t n, int64_t stride,
                            int64_t d, float* out, int64_t width) {
     constexpr int size = element_bytes(DTYPE);
     // Starts from 0: one sum through all keys would lose more.
     vf acc[R][N] = {};
     const auto add = [&](int64_t c) AF_FLAT {
-        const char* v = address(value, c, d);
+        const char* v = value.at(c) + d * size;
         if (next) next->fetch(c);
         vf x[N];
         AF_UNROLL
@@ -225,7 +221,7 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
 }
 
 template <int R, int DTYPE>
-static void value_rows(const float* weight, int64_t ld, matrix value, const rows_ahead* next,
+static void value_rows(const float* weight, int64_t ld, column_rows value, const rows_ahead* next,
                        int64_t first, int64_t n, int64_t stride, int64_t dim, float* out,
                        int64_t width) {
     constexpr int N = VL == 16 ? 4 : 2;
@@ -243,7 +239,7 @@ static void value_rows(const float* weight, int64_t ld, matrix value, const rows
     for (; d < dim; d += VL)
         for (int s = 0; s < (stride > 0 ? streams : 1); ++s)
             for (int64_t c = first + s * stride; c < first + s * stride + n; ++c) {
-                const vf x = fetch(value, c, d, dim - d);
+                const vf x = fetch(value.from(c), 0, d, dim - d);
                 for (int r = 0; r < R; ++r) {
                     float* to = out + r * width + d;
                     store(to, madd(splat(weight[r * ld + c]), x, load(to)));
@@ -253,7 +249,7 @@ static void value_rows(const float* weight, int64_t ld, matrix value, const rows
 
 // out[row][width] += weight[row][c] * value[c] for columns [begin, end).
 template <int DTYPE>
-static void decode_values(const float* weight, int64_t ld, int rows, const matrix& value,
+static void decode_values(const float* weight, int64_t ld, int rows, const column_rows& value,
                           int64_t dim, const rows_ahead& next, int64_t begin, int64_t end,
                           float* out, int64_t width) {
     in_streams(begin, end, 4, [&](int64_t first, int64_t n, int64_t stride) {
