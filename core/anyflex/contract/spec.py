@@ -14,7 +14,10 @@ import torch
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.tensors.tensor_facts import Alignment
 
-__all__ = ["CapturedFacts", "Declared", "Spec"]
+__all__ = ["STORED", "CapturedFacts", "Declared", "Spec"]
+
+STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
+"""`Spec.kv_storage` by the type of stored keys and values; others have the call's type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from anyflex.tracing.trace import TracedMod, captured_name, trace_mod
 from anyflex.tracing.trace_cache import traced
 from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
 
-__all__ = ["NO_MOD", "gather", "inputs_of", "named", "run"]
+__all__ = ["NO_MOD", "gather", "inputs_of", "named", "run", "traced_score"]
 
 STRIDED = torch.strided
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -150,18 +150,12 @@ def inputs_of(
     score_function = None
     device = query.device
     if score_mod is not None:
-        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
         try:
-            score = traced(score_mod, "score", dtype, device)
+            score = traced_score(score_mod, query)
         except ModTraceError as error:
             if not error.pure:
                 raise
-            score, score_function = _opaque(score_mod, error, backend, device, dtype), score_mod
-        except AnyflexError:
-            raise
-        except Exception as error:
-            _add_note(error, score_mod)
-            raise
+            score, score_function = _opaque(score_mod, error, backend, query), score_mod
     captured = (*score.captured, *mask.captured)
     read = captured
     for tensor in read:
@@ -212,6 +206,21 @@ def inputs_of(
     return Inputs(call, request, read, (score.names, mask.names))
 
 
+def traced_score(score_mod: Callable[..., Tensor], query: Tensor) -> TracedMod:
+    """Trace a score mod, from the cache where it was traced before."""
+    try:
+        return traced(score_mod, "score", _score_dtype(query), query.device)
+    except AnyflexError:
+        raise
+    except Exception as error:
+        _add_note(error, score_mod)
+        raise
+
+
+def _score_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype is torch.float64 else torch.float32
+
+
 def _add_note(error: Exception, score_mod: Callable[..., Tensor]) -> None:
     if hasattr(error, "add_note"):
         error.add_note(f"raised by score_mod {score_mod!r} while anyflex traced it")
@@ -221,14 +230,13 @@ def _opaque(
     score_mod: Callable[..., Tensor],
     error: ModTraceError,
     backend: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    query: Tensor,
 ) -> TracedMod:
     """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
     from anyflex.tracing.vmapped_mods import read_tensors
 
     try:
-        read = read_tensors(score_mod, device, dtype)
+        read = read_tensors(score_mod, query.device, _score_dtype(query))
     except AnyflexError:
         raise
     except Exception as raised:
@@ -241,7 +249,7 @@ def _opaque(
     captured = [
         tensor
         for tensor in read
-        if tensor.requires_grad or (tensor.dtype in DTYPE_NAMES and tensor.device == device)
+        if tensor.requires_grad or (tensor.dtype in DTYPE_NAMES and tensor.device == query.device)
     ]
     names = [captured_name(score_mod, tensor) for tensor in captured]
     return TracedMod("", captured, [], [], names)

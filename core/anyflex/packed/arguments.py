@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from anyflex.contract.spec import STORED
 from anyflex.frontend.arguments import check_aux
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.packed.packed import Packed, Step
+from anyflex.runtime.plan import refuse_tracing
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["check_packed"]
 
-QUANTISED = tuple(
-    getattr(torch, name) for name in ("int8", "float8_e4m3fn") if hasattr(torch, name)
-)
+STRIDED = torch.strided
 
 
 def check_packed(
@@ -38,61 +39,43 @@ def check_packed(
         ArgumentError, ArgumentTypeError, BackendRefused, GraphCaptureError: naming the argument.
     """
     if not isinstance(step, Step):
-        cure = " Use step.begin()." if type(step).__name__ == "Packed" else ""
+        cure = " Use step.begin()." if isinstance(step, Packed) else ""
         fail("ArgumentTypeError", f"step must be a Step, got {type(step).__name__}.{cure}")
     step.check()
-    paged = step.packed.page_table is not None
-    form = "a pool of pages [P, Hkv, page, E]" if paged else "[S, Hkv, E]"
-    for name, tensor, dims, shape in (
-        ("query", query, 3, "[T, Hq, E]"),
-        ("key", key, 4 if paged else 3, form),
-        ("value", value, 4 if paged else 3, form.replace("E]", "Ev]")),
+    packed = step.packed
+    dims = 3 if packed.page_table is None else 4
+    if not (
+        isinstance(query, Tensor)
+        and isinstance(key, Tensor)
+        and isinstance(value, Tensor)
+        and query.layout is STRIDED
+        and key.layout is STRIDED
+        and value.layout is STRIDED
+        and not (query.is_nested or key.is_nested or value.is_nested)
+        and query.dim() == 3
+        and key.dim() == value.dim() == dims
+        and query.device == key.device == value.device == packed.device
     ):
-        if not isinstance(tensor, Tensor):
-            fail("ArgumentTypeError", f"{name} must be a Tensor, got {type(tensor).__name__}.")
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() != dims:
-            fail(
-                "TensorFormError",
-                f"{name} must be {shape}, a dense tensor, got shape {list(tensor.shape)} and "
-                f"layout {tensor.layout}.",
-            )
-        if tensor.device != step.packed.device:
-            fail(
-                "ArgumentError",
-                f"{name} is on {tensor.device} and the step's batch on {step.packed.device}: move "
-                f"one of them.",
-            )
-    if query.shape[2] == 0:
-        fail("ArgumentError", "query's head dim E must be positive, got 0.")
-    if key.shape[:-1] != value.shape[:-1]:
-        fail(
-            "ArgumentError",
-            "key and value must have one shape but for the last dimension, got "
-            f"{list(key.shape)} and {list(value.shape)}.",
-        )
-    if paged:
-        _check_pages({"query": query, "key": key, "value": value}, scales, step)
-    elif step.packed.kv_offsets is step.packed.q_offsets and key.shape[0] != query.shape[0]:
-        fail(
-            "ArgumentError",
-            "the step's batch was made without kv_offsets: key must have the rows of query, got "
-            f"{key.shape[0]} for {query.shape[0]}.",
-        )
-    # In a program that is recorded there are no numbers to look at.
-    if step.packed.device.type == "cpu" and not in_graph():
-        rows = query.shape[0], -1 if paged else key.shape[0]
-        step.once(("fits", *rows), lambda: _check_offsets(step.packed, *rows))
-    for name, mod, indices in (
-        ("score_mod", score_mod, "score, b, h, q_idx, kv_idx"),
-        ("mask_mod", mask_mod, "b, h, q_idx, kv_idx"),
-    ):
-        if mod is not None and not callable(mod):
-            fail(
-                "ArgumentTypeError",
-                f"{name} must be a function f({indices}), got {type(mod).__name__}.",
-            )
-    for name, stored, scale in (("k_scale", key, scales[0]), ("v_scale", value, scales[1])):
-        _check_scale(name, stored, scale)
+        _refuse_tensors({"query": query, "key": key, "value": value}, packed)
+    shapes = query.shape, key.shape, value.shape
+    step.keep(("fits", shapes), _check_shapes, packed, *shapes)
+    k_scale, v_scale = scales
+    if dims == 4 and torch.is_grad_enabled():
+        for name, tensor in _named(query, key, value, k_scale, v_scale):
+            if _learns(tensor):
+                fail(
+                    "BackendRefused",
+                    f"{name} requires grad, and attention over pages has no backward: call it "
+                    "under torch.no_grad(), or pack keys and values (kv_offsets).",
+                    reasons={"reference": "attention over pages has no backward"},
+                )
+    if not (score_mod is None or callable(score_mod)):
+        _refuse_mod("score_mod", "score, b, h, q_idx, kv_idx", score_mod)
+    if not (mask_mod is None or callable(mask_mod)):
+        _refuse_mod("mask_mod", "b, h, q_idx, kv_idx", mask_mod)
+    if key.dtype in STORED or value.dtype in STORED or not k_scale is v_scale is None:
+        _check_scale("k_scale", key, k_scale)
+        _check_scale("v_scale", value, v_scale)
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != query.shape[1:2]):
         got = list(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
         fail(
@@ -102,15 +85,7 @@ def check_packed(
         )
     if out is not None:
         _check_out(out, query, value)
-        for name, tensor in (
-            ("query", query),
-            ("key", key),
-            ("value", value),
-            ("sinks", sinks),
-            ("k_scale", scales[0]),
-            ("v_scale", scales[1]),
-            ("out", out),
-        ):
+        for name, tensor in _named(query, key, value, k_scale, v_scale, sinks, out):
             if _learns(tensor):
                 fail(
                     "ArgumentError",
@@ -120,53 +95,95 @@ def check_packed(
     return check_aux(False, return_aux)
 
 
-def _check_pages(tensors: dict[str, Tensor], scales: tuple[Any, Any], step: Step) -> None:
-    table = step.packed.page_table
-    assert table is not None
-    scaled = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    for name, tensor in (tensors | scaled).items():
-        if _learns(tensor):
+def _refuse_tensors(tensors: dict[str, Any], packed: Packed) -> NoReturn:
+    """Refuse the first of query, key and value that is no dense tensor of its form."""
+    paged = packed.page_table is not None
+    form = "a pool of pages [P, Hkv, page, E]" if paged else "[S, Hkv, E]"
+    forms = "[T, Hq, E]", form, form.replace("E]", "Ev]")
+    for (name, tensor), shape in zip(tensors.items(), forms, strict=True):
+        if not isinstance(tensor, Tensor):
+            fail("ArgumentTypeError", f"{name} must be a Tensor, got {type(tensor).__name__}.")
+        dims = 4 if paged and name != "query" else 3
+        if tensor.layout is not STRIDED or tensor.is_nested or tensor.dim() != dims:
             fail(
-                "BackendRefused",
-                f"{name} requires grad, and attention over pages has no backward: call it under "
-                "torch.no_grad(), or pack keys and values (kv_offsets).",
-                reasons={"reference": "attention over pages has no backward"},
+                "TensorFormError",
+                f"{name} must be {shape}, a dense tensor, got shape {list(tensor.shape)} and "
+                f"layout {tensor.layout}.",
             )
-    key = tensors["key"]
-    page_size = key.shape[2]
-    if page_size == 0:
-        fail("ArgumentError", "key's pages must have at least one row, got 0.")
-    if table.shape[1] * page_size < step.packed.max_kv:
-        fail(
-            "ArgumentError",
-            f"page_table must be wide enough for max_kv = {step.packed.max_kv} keys in pages of "
-            f"{page_size}, {-(-step.packed.max_kv // page_size)} columns, got {table.shape[1]}.",
-        )
-
-
-def _check_offsets(packed: Packed, q_rows: int, kv_rows: int) -> None:
-    """Check that offsets stay inside of the tensors.
-
-    Args:
-        q_rows, kv_rows: rows of query and key; -1 where keys are in pages.
-    """
-    for name, rows, offsets in (
-        ("query", q_rows, packed.q_offsets),
-        ("key", kv_rows, packed.kv_offsets),
-    ):
-        last = int(offsets[-1])
-        if 0 <= rows < last:
+        if tensor.device != packed.device:
             fail(
                 "ArgumentError",
-                f"{name} must have at least the {last} rows that the step's offsets end with, got "
-                f"{rows}.",
+                f"{name} is on {tensor.device} and the step's batch on {packed.device}: move one "
+                "of them.",
             )
+    raise AssertionError("query, key and value are dense tensors of their forms")
+
+
+def _refuse_mod(name: str, indices: str, mod: Any) -> NoReturn:
+    fail(
+        "ArgumentTypeError",
+        f"{name} must be a function f({indices}), got {type(mod).__name__}.",
+    )
+
+
+def _named(*tensors: Any) -> list[tuple[str, Any]]:
+    """Return arguments with their names."""
+    names = "query", "key", "value", "k_scale", "v_scale", "sinks", "out"
+    return list(zip(names, tensors, strict=False))
+
+
+def _check_shapes(
+    packed: Packed, query: Sequence[int], key: Sequence[int], value: Sequence[int]
+) -> None:
+    """Check shapes against each other and the batch."""
+    refuse_tracing()  # inside of which each shape is another one
+    if query[2] == 0:
+        fail("ArgumentError", "query's head dim E must be positive, got 0.")
+    if key[:-1] != value[:-1]:
+        fail(
+            "ArgumentError",
+            "key and value must have one shape but for the last dimension, got "
+            f"{list(key)} and {list(value)}.",
+        )
+    table = packed.page_table
+    if table is not None:
+        page_size = key[2]
+        if page_size == 0:
+            fail("ArgumentError", "key's pages must have at least one row, got 0.")
+        if table.shape[1] * page_size < packed.max_kv:
+            fail(
+                "ArgumentError",
+                f"page_table must be wide enough for max_kv = {packed.max_kv} keys in pages of "
+                f"{page_size}, {-(-packed.max_kv // page_size)} columns, got {table.shape[1]}.",
+            )
+    elif packed.kv_offsets is packed.q_offsets and key[0] != query[0]:
+        fail(
+            "ArgumentError",
+            "the step's batch was made without kv_offsets: key must have the rows of query, got "
+            f"{key[0]} for {query[0]}.",
+        )
+    # In a program that is recorded there are no numbers to look at.
+    if packed.device.type == "cpu" and not in_graph():
+        _check_offsets("query", packed.q_offsets, query[0])
+        if table is None:
+            _check_offsets("key", packed.kv_offsets, key[0])
+
+
+def _check_offsets(name: str, offsets: Tensor, rows: int) -> None:
+    """Check that offsets stay inside of a tensor's rows."""
+    last = int(offsets[-1])
+    if rows < last:
+        fail(
+            "ArgumentError",
+            f"{name} must have at least the {last} rows that the step's offsets end with, got "
+            f"{rows}.",
+        )
 
 
 def _check_scale(name: str, stored: Tensor, scale: Any) -> None:
     which = "key" if name == "k_scale" else "value"
     if scale is None:
-        if stored.dtype in QUANTISED:
+        if stored.dtype in STORED:
             fail(
                 "ArgumentError",
                 f"{which} has dtype {stored.dtype}: pass {name}, what its numbers are multiplied "
@@ -176,11 +193,11 @@ def _check_scale(name: str, stored: Tensor, scale: Any) -> None:
     if not isinstance(scale, Tensor) or scale.dtype is not torch.float32:
         got = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         fail("ArgumentTypeError", f"{name} must be a float32 tensor, got {got}.")
-    if stored.dtype not in QUANTISED:
+    if stored.dtype not in STORED:
         fail(
             "ArgumentTypeError",
             f"{name} is given, and {which} has dtype {stored.dtype}: it must be one of "
-            f"{', '.join(map(str, QUANTISED))}.",
+            f"{', '.join(map(str, STORED))}.",
         )
     if scale.device != stored.device:
         fail("ArgumentError", f"{name} must be on {stored.device}, got {scale.device}.")

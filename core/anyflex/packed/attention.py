@@ -26,7 +26,6 @@ from anyflex.packed.row_tables import (
     row_tables,
 )
 from anyflex.registry.freeze_options import freeze_options
-from anyflex.runtime.plan import refuse_tracing
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 from anyflex.tracing.trace_cache import traced
@@ -93,22 +92,25 @@ def flex_attention_packed(
 
     Source: page tables: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
     """
-    refuse_tracing()
     aux = check_packed(
         query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux
     )
     packed = step.packed
     paged = packed.page_table is not None
     # Where one of them is stored in 8 bits and one is not, core multiplies.
-    if key.dtype is value.dtype and (key.dtype is query.dtype or k_scale is not None):
+    if (
+        key.dtype is value.dtype
+        and (key.dtype is query.dtype or k_scale is not None)
+        and not in_graph()
+    ):
         asked = CheckedCall(
-            query.transpose(0, 1)[None],
-            key if paged else key.transpose(0, 1)[None],
-            value if paged else value.transpose(0, 1)[None],
+            _as_batch(query),
+            key if paged else _as_batch(key),
+            value if paged else _as_batch(value),
             score_mod,
             None,
             query.shape[-1] ** -0.5 if scale is None else check_scale(scale, query.dtype),
-            aux._replace(lse=aux.lse or sinks is not None),
+            aux if sinks is None or aux.lse else aux._replace(lse=True),
             () if kernel_options is None else freeze_options(kernel_options),
             backend,
             0.0,
@@ -134,9 +136,9 @@ def flex_attention_packed(
     length = query.shape[0]
     tables = step.keep(("tables", length, keys), lambda: row_tables(packed, length, begins, keys))
     found, more = flex_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
+        _as_batch(query),
+        _as_batch(key),
+        _as_batch(value),
         None if score_mod is None else relabelled_score(score_mod, tables),
         _block_mask(step, mask_mod, tables, (query.shape[1], length, keys)),
         scale,
@@ -150,6 +152,11 @@ def flex_attention_packed(
     return _results(found, more.lse, more.max_scores, out, return_aux, aux)
 
 
+def _as_batch(rows: Tensor) -> Tensor:
+    """Return rows [T, H, D] as a batch of one, [1, H, T, D]."""
+    return rows.unsqueeze(0).transpose(1, 2)
+
+
 def _results(
     found: Tensor,
     lse: Tensor | None,
@@ -159,7 +166,7 @@ def _results(
     aux: AuxRequest,
 ) -> Any:
     """Return what a dense call of one batch gave as the packed call's results."""
-    found = found[0].transpose(0, 1)
+    found = found.squeeze(0).transpose(0, 1)
     if out is not None:
         found = out.copy_(found)
     if return_aux is None:

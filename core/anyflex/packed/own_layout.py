@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from anyflex.contract.call import Outputs
+from anyflex.contract.call import Call, Outputs
 from anyflex.contract.packed_rows import PackedRows
 from anyflex.errors import BackendRefused, ModIndexError, ModTraceError
 from anyflex.frontend.arguments import check_tensors, is_plain
 from anyflex.frontend.checked_call import CheckedCall
-from anyflex.frontend.eager_call import NO_MOD, inputs_of, named
+from anyflex.frontend.eager_call import NO_MOD, inputs_of, named, traced_score
 from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.static_runs import runs_of_kinds
 from anyflex.mod_graph.block_graph import BlockGraph, block_graph
@@ -24,17 +24,35 @@ from anyflex.mod_graph.simplify import simplify
 from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
 from anyflex.packed.row_blocks import BLOCK, row_blocks
+from anyflex.registry.cached_state import STATE
 from anyflex.registry.environment import check_indices
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
-from anyflex.runtime.plan import Inputs, plan_for
-from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.runtime.plan import Plan, plan_for
+from anyflex.tensors import stand_in
+from anyflex.tensors.tensor_facts import determinism, fp32_precision, memories
 from anyflex.tensors.torch_versions import dual_level
 from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 from anyflex.tracing.trace_cache import traced
 
 __all__ = ["in_own_layout"]
+
+
+class _Prepared(NamedTuple):
+    """Plan, sequences and structure that calls of one kind share in a step.
+
+    Args:
+        plan: of these calls.
+        rows: the step's sequences.
+        views: structure of the mask, or None.
+        mask: the traced mask mod. The ids of its captured tensors are their own while it lives.
+    """
+
+    plan: Plan
+    rows: PackedRows
+    views: MaskViews | None
+    mask: TracedMod
 
 
 def in_own_layout(
@@ -46,55 +64,125 @@ def in_own_layout(
 ) -> Outputs | None:
     """Compute a packed call by a backend that takes it as it is, or return None: nobody does.
 
+    Layers of one kind share a plan and a structure: a layer's call is a lookup and a launch.
+
     Args:
         checked: query is [1, Hq, T, E]; key and value are [1, Hkv, S, E | Ev], or pools of pages;
             without block mask.
         step: whose rows are whose.
         scales: of key and value, as the user gave them.
     """
-    query, key, value = checked.query, checked.key, checked.value
-    packed = step.packed
-    if in_graph() or 0 in (packed.sequences, *key.shape):
-        return None
-    # Stored keys and values stand for ones of the query's type.
-    one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
-    check_tensors(query, one_key, one_value, enable_gqa)
-    learns = any(each is not None and each.requires_grad for each in (query, key, value, *scales))
-    if (learns and torch.is_grad_enabled()) or torch.is_autocast_enabled(packed.device.type):
-        return None
+    query, key, value, score_mod, _, scale, aux, options, backend, _ = checked
+    device = step.packed.device
     if not is_plain(query, key, value) or dual_level(forward_ad) >= 0:
         return None
+    if torch.is_autocast_enabled(device.type):
+        return None
+    score = mask = NO_MOD
     try:
-        inputs, views = _inputs(checked, step, mask_mod)
+        if score_mod is not None:
+            score = traced_score(score_mod, query)
+        if mask_mod is not None:
+            mask = traced(mask_mod, "mask", torch.float32, device)
     except ModTraceError as error:
         if not error.pure:
             raise
         return None
-    if inputs.call.score_function is not None or True in inputs.request.gradients:
+    captured = (*score.captured, *mask.captured)
+    if torch.is_grad_enabled():
+        for each in (query, key, value, *scales, *score.captured):
+            if each is not None and each.requires_grad:
+                return None
+    for each in (query, key, value, *captured):
+        if each.is_neg():
+            return None
+    ints, floats = (*score.ints, *mask.ints), (*score.floats, *mask.floats)
+    names = score.names, mask.names
+    posed = stand_in.current
+    kind = (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        memories(query, key, value, captured, names),
+        score.text,
+        mask.text,
+        ints,
+        floats,
+        None if not captured else (_forms(captured), *map(id, mask.captured)),
+        enable_gqa,
+        aux,
+        repr(options) if options else None,  # 1, 1.0 and True are equal
+        backend,
+        names_in_force(backend),
+        posed,
+        fp32_precision(query.dtype, device.type if posed is None else posed[0]),
+        determinism(),
+        STATE.generation,
+    )
+    prepared = step.once(kind, _prepare, checked, step, mask, enable_gqa)
+    if prepared is None:
         return None
-    call = inputs.call
+    call = Call(
+        query,
+        key,
+        value,
+        prepared.views,
+        captured,
+        ints,
+        floats,
+        scale,
+        packed=prepared.rows,
+    )
     if key.dtype is not query.dtype:
         call.k_scale, call.v_scale = (
             _scale_of(each, scale) for each, scale in zip((key, value), scales, strict=True)
         )
-    names = names_in_force(checked.backend)
-    refused = "refused", inputs.request, query.dtype, key.shape, names
-    if step.has(refused):
+    try:
+        return launch_forward(prepared.plan, call)
+    except ModIndexError as error:
+        raise named(error, [*names[0], *names[1]]) from error.__cause__
+
+
+def _forms(captured: tuple[Tensor, ...]) -> tuple[object, ...]:
+    """Return what a call's checks of its captured tensors depend on, beside their texts."""
+    return tuple([(each.device, each.layout) for each in captured])
+
+
+def _prepare(
+    checked: CheckedCall, step: Step, mask: TracedMod, enable_gqa: bool
+) -> _Prepared | None:
+    """Check a call, and return what those of its kind share; None where nobody takes them."""
+    query, key, value = checked.query, checked.key, checked.value
+    packed = step.packed
+    if 0 in (packed.sequences, *key.shape):
+        return None
+    # Stored keys and values stand for ones of the query's type.
+    one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
+    check_tensors(query, one_key, one_value, enable_gqa)
+    if packed.page_table is not None and (packed.device.type == "cpu" or check_indices()):
+        step.once(("checked", *key.shape[:3:2]), check_pages, packed, *key.shape[:3:2])
+    length = query.shape[2]
+    rows = step.once(("rows", length), _rows, packed, length)
+    views = None
+    if mask.text:
+        # A plan depends on the size of blocks alone.
+        views = MaskViews(rows.slots.view(1, 1, -1), rows.slots, 0, 0, (BLOCK, BLOCK))
+    inputs = inputs_of(checked, mask, views, packed=rows)
+    if inputs.call.score_function is not None:
         return None
     try:
         plan = plan_for(inputs)
     except BackendRefused:
-        step.once(refused, lambda: None)
         return None
-    reads_values = packed.device.type == "cpu" or check_indices()
-    if packed.page_table is not None and reads_values:
-        step.once(("checked", *key.shape[:3:2]), lambda: check_pages(packed, *key.shape[:3:2]))
     if views is not None:
-        call.mask = views()
-    try:
-        return launch_forward(plan, call)
-    except ModIndexError as error:
-        raise named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
+        heads = query.shape[1] if _reads_heads(mask.text) else 1
+        numbers = mask.text, *mask.ints, *mask.floats, *map(id, mask.captured)
+        views, _ = step.once(
+            ("blocks", length, heads, numbers), lambda: (_views(rows, mask, heads), mask)
+        )
+    return _Prepared(plan, rows, views, mask)
 
 
 def _of_type(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,32 +198,6 @@ def _scale_of(stored: Tensor, scale: Tensor | None) -> Tensor:
     elif scale.dim() == 2:  # [S, Hkv], of packed rows
         scale = scale.T[None]
     return scale.expand(stored.shape[:3])
-
-
-def _inputs(
-    checked: CheckedCall, step: Step, mask_mod: MaskMod | None
-) -> tuple[Inputs, Callable[[], MaskViews] | None]:
-    """Return a call whose mask has no blocks yet, and what finds them."""
-    length = checked.query.shape[2]
-    rows = step.once(("rows", length), lambda: _rows(step.packed, length))
-    if mask_mod is None:
-        return inputs_of(checked, NO_MOD, None, packed=rows), None
-    mask = traced(mask_mod, "mask", torch.float32, step.packed.device)
-
-    def views() -> MaskViews:
-        heads = checked.query.shape[1] if _reads_heads(mask.text) else 1
-        key = mask.text, *map(id, mask.captured), *mask.ints, *mask.floats
-        # The mask goes along: its captured tensors' ids are its own as long as it lives.
-        return step.once(
-            ("blocks", length, heads, *key), lambda: (_views(rows, mask, heads), mask)
-        )[0]
-
-    # A plan depends on the size of blocks alone.
-    unseen = step.once(
-        ("no blocks yet",),
-        lambda: MaskViews(rows.slots.view(1, 1, -1), rows.slots, 0, 0, (BLOCK, BLOCK)),
-    )
-    return inputs_of(checked, mask, unseen, packed=rows), views
 
 
 def _rows(packed: Packed, length: int) -> PackedRows:

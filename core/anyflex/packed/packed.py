@@ -272,6 +272,7 @@ class Step:
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
         self._changes = packed._changes
+        self._on_cpu = packed.device.type == "cpu"
         self._captured = not in_graph() and is_capturing(packed.device.type)
         # Keys name what a value is and what it depends on beside the batch.
         self._kept: dict[tuple[Any, ...], Any] = {}
@@ -289,7 +290,8 @@ class Step:
                 "step: its batch was set again after it began; begin another one by "
                 "Packed.begin().",
             )
-        if in_graph():
+        # Nothing captures a CPU's work.
+        if self._on_cpu or in_graph():
             return
         if self._captured != is_capturing(self.packed.device.type):
             began, used = ("inside", "outside") if self._captured else ("outside", "inside")
@@ -299,18 +301,14 @@ class Step:
                 "keeps would be missing in each replay. Begin it where it is used.",
             )
 
-    def keep(self, key: tuple[Any, ...], make: Callable[[], Kept]) -> Kept:
-        """Return what `make` made for this key when it was first asked for; in a recorded program
-        what it makes now."""
-        return make() if in_graph() else self.once(key, make)
+    def keep(self, key: tuple[Any, ...], make: Callable[..., Kept], *given: Any) -> Kept:
+        """Return what ``make(*given)`` was when it was first asked for by this key; in a recorded
+        program what it is now."""
+        return make(*given) if in_graph() else self.once(key, make, *given)
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], Kept]) -> Kept:
+    def once(self, key: tuple[Any, ...], make: Callable[..., Kept], *given: Any) -> Kept:
         """Return what `keep` does outside of recorded programs, without asking where this is."""
         found = self._kept.get(key, _MISSING)
         if found is _MISSING:
-            found = self._kept[key] = make()
+            found = self._kept[key] = make(*given)
         return found  # type: ignore[no-any-return]
-
-    def has(self, key: tuple[Any, ...]) -> bool:
-        """Tell whether something is kept for this key."""
-        return key in self._kept

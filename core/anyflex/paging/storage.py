@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anyflex.contract.spec import STORED
+
 __all__ = ["STORAGES", "bytes_of", "quantised"]
 
-STORAGES: dict[str, torch.dtype | None] = {"plain": None, "int8": torch.int8}
+STORAGES: dict[str, torch.dtype | None] = {"plain": None, **{n: t for t, n in STORED.items()}}
 """dtype of the stored numbers, by the storage's name; None is that of the keys."""
-if hasattr(torch, "float8_e4m3fn"):
-    STORAGES["fp8_e4m3"] = torch.float8_e4m3fn
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Scale of a row of zeros: nothing is divided by 0, and the row is read as zeros."""

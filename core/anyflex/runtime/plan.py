@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
-from anyflex.contract.spec import CapturedFacts, Spec
+from anyflex.contract.spec import STORED, CapturedFacts, Spec
 from anyflex.errors import BackendRefused
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
@@ -252,10 +252,6 @@ def spec_for(inputs: Inputs) -> Spec:
     return _spec(inputs, bound)
 
 
-_STORAGES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
-"""`Spec.kv_storage` of types that keys are stored in; other keys have the call's type."""
-
-
 def _spec(inputs: Inputs, bound: Bound) -> Spec:
     call, request = inputs.call, inputs.request
     query, key, value, views = call.query, call.key, call.value, call.mask
@@ -299,7 +295,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         q_layout="dense" if packed is None else "packed",
         kv_layout=request.kv_layout,  # type: ignore[arg-type]
         page_size=key.shape[2] if request.kv_layout == "paged" else 0,
-        kv_storage=_STORAGES.get(key.dtype, "plain"),  # type: ignore[arg-type]
+        kv_storage=STORED.get(key.dtype, "plain"),  # type: ignore[arg-type]
     )
 
 
