@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyflex.paging.append_op import append_op
-from anyflex.paging.append_rows import append_rows
+from anyflex.paging.append_rows import append_live_rows, append_rows
 from anyflex.paging.storage import STORAGES
 
 __all__: list[str] = []
@@ -48,8 +48,6 @@ def test_rows_land_in_their_places_and_nothing_else_is_written(
     form: Callable[[torch.dtype], Pools], dtype: torch.dtype
 ) -> None:
     pools = form(dtype)
-    for pool in pools:
-        pool.fill_(torch.nan)
     key = torch.randn(6, HEADS, DIM, dtype=dtype)
     value = torch.randn(6, HEADS, VALUE_DIM, dtype=dtype)
     places = torch.tensor([7, -1, 0, PAGES * SIZE, 19, -(2**40)])
@@ -58,9 +56,13 @@ def test_rows_land_in_their_places_and_nothing_else_is_written(
         if 0 <= place < PAGES * SIZE:
             for pool, rows in zip(expected, (key, value), strict=True):
                 pool[place // SIZE, :, place % SIZE] = rows[i]
-    append_op(*pools, None, None, key, value, places)
-    for pool, wanted in zip(pools, expected, strict=True):
-        torch.testing.assert_close(pool, wanted, rtol=0, atol=0, equal_nan=True)
+    live = (places >= 0) & (places < PAGES * SIZE)
+    for drops, kept in ((True, slice(None)), (False, live)):
+        for pool in pools:
+            pool.fill_(torch.nan)
+        append_op(*pools, None, None, key[kept], value[kept], places[kept], drops)
+        for pool, wanted in zip(pools, expected, strict=True):
+            torch.testing.assert_close(pool, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -142,7 +144,9 @@ def test_nothing_is_read_on_the_host(storage: str) -> None:
         dtype = STORAGES[storage]
         pool = torch.zeros(PAGES, HEADS, SIZE, DIM, dtype=dtype or torch.float32)
         scale = None if dtype is None else torch.zeros(PAGES, HEADS, SIZE)
-        append_rows(((pool, scale, torch.zeros(8, HEADS, DIM)),) * 2, torch.zeros(8).long())
+        rows, places = torch.zeros(8, HEADS, DIM), torch.zeros(8).long()
+        append_live_rows(((pool, scale, rows),) * 2, places)
+        append_rows(((pool, scale, rows),) * 2, places, places)
 
 
 def test_torchs_checks_of_operations_pass() -> None:

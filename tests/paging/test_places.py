@@ -12,6 +12,15 @@ from anyflex.paging.places import token_places, token_positions
 __all__: list[str] = []
 
 PAGES, SIZE = 5, 4
+SPARE = -1
+"""Stands for any row of the page behind the pool's."""
+UNREAD = [SPARE] * 3
+
+
+def places(packed: Packed, tokens: int) -> list[int]:
+    page, row = token_places(packed, tokens, PAGES, SIZE)
+    assert ((row >= 0) & (row < SIZE)).all()
+    return torch.where(page == PAGES, SPARE, page * SIZE + row).tolist()
 
 
 def batch(garbage: int) -> Packed:
@@ -29,9 +38,9 @@ def batch(garbage: int) -> Packed:
 def test_places_are_those_of_the_sequences_rows(garbage: int) -> None:
     packed = batch(garbage)
     # Slot 5 has page 1 for its position 3, and no page of the pool for 4 and 5.
-    expected = [13, 14, 15, 1, 2, 7, -1, -1, -1, -1]
-    assert token_places(packed, 10, PAGES, SIZE).tolist() == expected
-    assert token_places(packed, 0, PAGES, SIZE).tolist() == []
+    expected = [13, 14, 15, 1, 2, 7, SPARE, SPARE, SPARE, SPARE]
+    assert places(packed, 10) == expected
+    assert places(packed, 0) == []
     assert token_positions(packed, 10).tolist() == [1, 2, 3, 5, 6, 3, 4, 5, 0, 0]
 
 
@@ -39,15 +48,15 @@ def test_places_are_those_of_the_sequences_rows(garbage: int) -> None:
     ("starts", "lengths", "slots", "expected"),
     [
         # Queries beyond the first sequence's keys, and before them.
-        ([4, 0, 5, 3], [4, 0, 7, 6], [4, 0, 1, 5], [-1, -1, -1, 1, 2, 7, 16, 17]),
-        ([-3, 0, 5, 3], [4, 0, 7, 6], [4, 0, 1, 5], [-1, -1, -1, 1, 2, 7, 16, 17]),
+        ([4, 0, 5, 3], [4, 0, 7, 6], [4, 0, 1, 5], [*UNREAD, 1, 2, 7, 16, 17]),
+        ([-3, 0, 5, 3], [4, 0, 7, 6], [4, 0, 1, 5], [*UNREAD, 1, 2, 7, 16, 17]),
         # Slots that the table lacks.
-        ([1, 0, 5, 3], [4, 0, 7, 6], [-1, 0, 1, 6], [-1, -1, -1, 1, 2, -1, -1, -1]),
+        ([1, 0, 5, 3], [4, 0, 7, 6], [-1, 0, 1, 6], [*UNREAD, 1, 2, *UNREAD]),
         # Columns that it lacks.
-        ([12, 0, 5, 3], [15, 0, 7, 6], [4, 0, 1, 5], [-1, -1, -1, 1, 2, 7, 16, 17]),
+        ([12, 0, 5, 3], [15, 0, 7, 6], [4, 0, 1, 5], [*UNREAD, 1, 2, 7, 16, 17]),
     ],
 )
-def test_rows_without_a_place_are_dropped(
+def test_rows_without_a_place_get_the_page_that_nobody_reads(
     starts: list[int], lengths: list[int], slots: list[int], expected: list[int]
 ) -> None:
     packed = batch(garbage=4)  # a page that the pool has
@@ -57,7 +66,7 @@ def test_rows_without_a_place_are_dropped(
         (packed.slots, slots),
     ):
         tensor.copy_(torch.tensor(numbers))
-    assert token_places(packed, 8, PAGES, SIZE).tolist() == expected
+    assert places(packed, 8) == expected
 
 
 def test_nothing_is_read_on_the_host() -> None:
@@ -74,4 +83,4 @@ def test_nothing_is_read_on_the_host() -> None:
             max_q=3,
             max_kv=12,
         )
-        assert token_places(packed, 8, PAGES, SIZE).shape == (8,)
+        assert [each.shape for each in token_places(packed, 8, PAGES, SIZE)] == [(8,), (8,)]

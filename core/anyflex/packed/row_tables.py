@@ -14,7 +14,7 @@ from torch import Tensor
 from anyflex.packed.packed import Packed
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 
-__all__ = ["RowTables", "relabelled_mask", "relabelled_score", "row_tables"]
+__all__ = ["RowTables", "relabelled_mask", "relabelled_score", "row_owners", "row_tables"]
 
 
 class RowTables(NamedTuple):
@@ -32,6 +32,13 @@ class RowTables(NamedTuple):
     end: Tensor
 
 
+def row_owners(packed: Packed, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of query rows, int32 [T], and of their sequences; N for padding rows."""
+    row = torch.arange(rows, dtype=torch.int32, device=packed.device)
+    ends = packed.q_offsets[1:].contiguous()
+    return row, torch.searchsorted(ends, row, right=True, out_int32=True)
+
+
 def row_tables(packed: Packed, rows: int, kv_begins: Tensor, keys: int) -> RowTables:
     """Return the tables of a batch, made on its device without waiting for it.
 
@@ -41,9 +48,7 @@ def row_tables(packed: Packed, rows: int, kv_begins: Tensor, keys: int) -> RowTa
         kv_begins: int32 [N], first packed key of each sequence.
         keys: S, rows of the packed keys; what numbers on a device say beyond it is cut off.
     """
-    row = torch.arange(rows, dtype=torch.int32, device=packed.device)
-    ends = packed.q_offsets[1:].contiguous()
-    owner = torch.searchsorted(ends, row, right=True)
+    _, owner = row_owners(packed, rows)
 
     def of_rows(numbers: Tensor) -> Tensor:
         # One more sequence, which owns the rows that belong to nobody and has no keys.

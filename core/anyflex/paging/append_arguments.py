@@ -5,6 +5,7 @@ Part of the traced half: plain Python on shapes and types, inlined by Dynamo.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,39 +23,44 @@ def check_layer(layer: Any, layers: int) -> None:
         fail("ArgumentError", f"layer must be from 0 to {layers - 1}, got {layer}.")
 
 
-def check_rows(name: str, rows: Any, pool: Tensor, dtype: torch.dtype, tokens: int) -> None:
-    """Check the rows that are appended to a pool.
+def check_rows(key: Any, value: Any, pools: Sequence[Any], dtype: torch.dtype, least: int) -> int:
+    """Check rows that are appended, and return how many they are.
 
     Args:
-        name: ``"key"`` or ``"value"``.
-        rows: at least `tokens` of them.
-        pool: [P, Hkv, page, D].
+        pools: of keys and values, [P, Hkv, page, D].
+        least: number of the step's tokens.
     """
-    if not isinstance(rows, Tensor):
-        fail("ArgumentTypeError", f"{name} must be a Tensor, got {type(rows).__name__}.")
-    heads, dim = pool.shape[1], pool.shape[3]
-    if rows.dim() != 3 or rows.shape[1] != heads or rows.shape[2] != dim:
+    for name, rows, pool in (("key", key, pools[0]), ("value", value, pools[1])):
+        if not isinstance(rows, Tensor):
+            fail("ArgumentTypeError", f"{name} must be a Tensor, got {type(rows).__name__}.")
+        _, heads, _, dim = pool.shape
+        if rows.dim() != 3 or rows.shape[1:] != (heads, dim):
+            fail(
+                "ArgumentError",
+                f"{name} must have shape [T, {heads}, {dim}], got {list(rows.shape)}.",
+            )
+        if rows.dtype is not dtype:
+            fail(
+                "ArgumentTypeError",
+                f"{name} must have the cache's dtype {dtype}, got {rows.dtype}.",
+            )
+        if rows.device != pool.device:
+            fail("ArgumentError", f"{name} must be on {pool.device}, got {rows.device}.")
+        if rows.requires_grad and torch.is_grad_enabled():
+            fail(
+                "ArgumentError",
+                f"{name} requires grad, and no gradient goes through pages: append under "
+                "torch.no_grad() or torch.inference_mode().",
+            )
+    tokens: int = key.shape[0]
+    if value.shape[0] != tokens:
         fail(
             "ArgumentError",
-            f"{name} must have shape [T, {heads}, {dim}], got {list(rows.shape)}.",
+            f"value must have the {tokens} rows of key, got {value.shape[0]}.",
         )
-    if rows.dtype is not dtype:
-        fail("ArgumentTypeError", f"{name} must have the cache's dtype {dtype}, got {rows.dtype}.")
-    if rows.device != pool.device:
-        fail("ArgumentError", f"{name} must be on {pool.device}, got {rows.device}.")
-    if rows.requires_grad and torch.is_grad_enabled():
+    if tokens < least:
         fail(
             "ArgumentError",
-            f"{name} requires grad, and no gradient goes through pages: append under "
-            "torch.no_grad() or torch.inference_mode().",
+            f"key must have a row for each of the step's {least} tokens, got {tokens}.",
         )
-    if name == "value" and rows.shape[0] != tokens:
-        fail(
-            "ArgumentError",
-            f"value must have the {tokens} rows of key, got {rows.shape[0]}.",
-        )
-    if rows.shape[0] < tokens:
-        fail(
-            "ArgumentError",
-            f"{name} must have a row for each of the step's {tokens} tokens, got {rows.shape[0]}.",
-        )
+    return tokens

@@ -21,10 +21,10 @@ _library: Any = torch.library.Library("anyflex", "FRAGMENT")  # type: ignore[no-
 # Pools are [P, Hkv, page, E] and [P, Hkv, page, Ev], any strides; scales, of pools in 8 bits,
 # float32 [P, Hkv, page]. key and value are [T, Hkv, E] and [T, Hkv, Ev]. places: int64 [T],
 # page * page size + row; a row whose place isn't in the pool is dropped. Two rows have one place
-# only if it isn't in the pool.
+# only if it isn't in the pool, or if nobody reads it. drops=False promises that all are in it.
 _library.define(
     "append_kv(Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!)? key_scale, "
-    "Tensor(d!)? value_scale, Tensor key, Tensor value, Tensor places) -> ()"
+    "Tensor(d!)? value_scale, Tensor key, Tensor value, Tensor places, bool drops=True) -> ()"
 )
 
 
@@ -36,21 +36,19 @@ def _append(
     key: Tensor,
     value: Tensor,
     places: Tensor,
+    drops: bool = True,
 ) -> None:
-    from anyflex.paging.append_rows import append_rows
+    from anyflex.paging.append_rows import append_live_rows, append_rows
 
-    append_rows(((key_pool, key_scale, key), (value_pool, value_scale, value)), places)
+    pools = (key_pool, key_scale, key), (value_pool, value_scale, value)
+    if drops:
+        append_live_rows(pools, places)
+    else:
+        size = key_pool.shape[2]
+        append_rows(pools, places // size, places % size)
 
 
-def _fake_append(
-    key_pool: Tensor,
-    value_pool: Tensor,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    places: Tensor,
-) -> None:
+def _fake_append(*given: Any) -> None:
     return None
 
 

@@ -14,6 +14,7 @@ from anyflex.packed.attention import flex_attention_packed
 from anyflex.packed.packed import Step
 from anyflex.paging.append_arguments import check_layer, check_rows
 from anyflex.paging.append_op import append_op
+from anyflex.paging.append_rows import append_rows
 from anyflex.paging.places import token_places, token_positions
 from anyflex.paging.sequences import Reserved, Sequences
 from anyflex.paging.step_numbers import StepNumbers
@@ -44,7 +45,7 @@ class PagedKVCache:
 
     Args:
         layers: number of layers; each has its own keys and values, in the same pages.
-        pages: P, number of pages.
+        pages: P, number of pages. Memory is taken for one more, to which padding rows are written.
         page_size: tokens that a page holds.
         kv_heads: Hkv.
         head_dim: E, of keys.
@@ -124,26 +125,27 @@ class PagedKVCache:
         if torch.empty(0, device=device).is_meta:
             raise ArgumentError("PagedKVCache: device must hold numbers, got meta.")
         stored = STORAGES[storage] or self.dtype
-        shape = (layers, pages, kv_heads, page_size)
+        # One page more than sequences own: padding rows are written to it.
+        shape = (layers, pages + 1, kv_heads, page_size)
         # Tensors that are made in inference mode can't be written outside of it.
         with torch.inference_mode(False):
-            self.key = torch.empty(*shape, head_dim, dtype=stored, device=device)
-            self.device = device = self.key.device
-            self.value = torch.empty(*shape, value_head_dim, dtype=stored, device=device)
+            key = torch.empty(*shape, head_dim, dtype=stored, device=device)
+            value = torch.empty(*shape, value_head_dim, dtype=stored, device=device)
+            scales: list[Tensor | None] = [None, None]
+            if STORAGES[storage]:
+                scales = [torch.empty(shape, dtype=torch.float32, device=device) for _ in "kv"]
+            self._pools = key, value, *scales
+            self._stored = [bytes_of(pool) for pool in self._pools if pool is not None]
+            # Eager calls find a layer here: torch takes a microsecond to index a tensor.
+            self._layers = [self._layer(layer) for layer in range(layers)]
+            self.key, self.value = key[:, :pages], value[:, :pages]
             self.key_scale, self.value_scale = (
-                torch.empty(shape, dtype=torch.float32, device=device)
-                if STORAGES[storage]
-                else None
-                for _ in "kv"
+                None if scale is None else scale[:, :pages] for scale in scales
             )
-            self._numbers = StepNumbers(slots, width, width * page_size, self.device)
+            self.device = device = key.device
+            self._numbers = StepNumbers(slots, width, width * page_size, device)
             self._sequences = Sequences(slots, width, pages, page_size)
         self.page_table = self._numbers.page_table
-        self._pools = [
-            bytes_of(pool)
-            for pool in (self.key, self.value, self.key_scale, self.value_scale)
-            if pool is not None
-        ]
         # The reservation of the last step, its batch, and the passes over it.
         self._reserved: Reserved | None = None
         self._batch = self._numbers.batch(1)
@@ -230,7 +232,7 @@ class PagedKVCache:
         reserved = self._sequences.reserve(wanted)
         if reserved is None:
             return None
-        self._numbers.send(reserved, self._sequences.changes, self._pools)
+        self._numbers.send(reserved, self._sequences.changes, self._stored)
         self._outdate_steps()
         self._reserved = reserved
         self._batch = self._numbers.batch(reserved.request.longest)
@@ -261,7 +263,8 @@ class PagedKVCache:
             tokens: T, rows of the pass, padding included.
         """
         self._check_pass(step)
-        return step.keep(("positions", tokens), lambda: token_positions(step.packed, tokens))
+        step.check()
+        return step.keep(("positions", tokens), token_positions, step.packed, tokens)
 
     def append(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
         """Write a layer's keys and values of the new tokens into their pages.
@@ -277,17 +280,18 @@ class PagedKVCache:
             ArgumentError, ArgumentTypeError: an argument is wrong; the message names it.
             GraphCaptureError: the step was begun on the other side of a capture's border.
         """
-        self._check_pass(step)
-        check_layer(layer, self.key.shape[0])
-        pools = self.key[layer], self.value[layer]
-        least = 0 if in_graph() or self._reserved is None else self._reserved.request.total
-        check_rows("key", key, pools[0], self.dtype, least)
-        check_rows("value", value, pools[1], self.dtype, key.shape[0])
-        tokens, pages, page_size = key.shape[0], pools[0].shape[0], pools[0].shape[2]
-        places = step.keep(
-            ("places", tokens), lambda: token_places(step.packed, tokens, pages, page_size)
+        least = self._check_pass(step)
+        key_pool, value_pool, key_scale, value_scale = pools = self._of_layer(layer)
+        tokens = check_rows(key, value, pools, self.dtype, least)
+        step.check()
+        pages, _, size, _ = key_pool.shape
+        page, row = step.keep(
+            ("places", tokens), token_places, step.packed, tokens, pages - 1, size
         )
-        append_op(*pools, *self._scales(layer), key, value, places)
+        if in_graph():
+            append_op(*pools, key, value, page * size + row, drops=False)
+        else:
+            append_rows(((key_pool, key_scale, key), (value_pool, value_scale, value)), page, row)
 
     def attend(
         self,
@@ -308,25 +312,17 @@ class PagedKVCache:
             rest: scale, sinks, out, return_aux, kernel_options and backend, as for
                 `flex_attention_packed`, which says what is returned and raised.
         """
-        self._check_pass(step)
-        check_layer(layer, self.key.shape[0])
-        least = 0 if in_graph() or self._reserved is None else self._reserved.request.total
+        least = self._check_pass(step)
+        key, value, key_scale, value_scale = self._of_layer(layer)
         if isinstance(query, Tensor) and query.dim() and query.shape[0] < least:
             raise ArgumentError(
                 f"query must have a row for each of the step's {least} new tokens, got "
                 f"{query.shape[0]}."
             )
-        if self.key_scale is not None:
-            rest["k_scale"], rest["v_scale"] = self._scales(layer)
+        if key_scale is not None:
+            rest["k_scale"], rest["v_scale"] = key_scale, value_scale
         return flex_attention_packed(
-            query,
-            self.key[layer],
-            self.value[layer],
-            step,
-            score_mod,
-            mask_mod,
-            enable_gqa=True,
-            **rest,
+            query, key, value, step, score_mod, mask_mod, enable_gqa=True, **rest
         )
 
     def trim(self, slot: int, length: int) -> None:
@@ -360,19 +356,27 @@ class PagedKVCache:
         for batch in self._numbers.batches:
             batch.outdate_steps()
 
-    def _scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        if self.key_scale is None or self.value_scale is None:
-            return None, None
-        return self.key_scale[layer], self.value_scale[layer]
+    def _layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        key, value, key_scale, value_scale = self._pools
+        if key_scale is None or value_scale is None:
+            return key[layer], value[layer], None, None
+        return key[layer], value[layer], key_scale[layer], value_scale[layer]
 
-    def _check_pass(self, step: Any) -> None:
+    def _of_layer(self, layer: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return a layer's pools, with the page that nobody reads, and their scales."""
+        check_layer(layer, len(self._layers))
+        # A recorded program writes to the whole tensor: views of it would be inputs of their own.
+        return self._layer(layer) if in_graph() else self._layers[layer]
+
+    def _check_pass(self, step: Any) -> int:
+        """Check that the step is one of this pass, and return the number of its tokens."""
         # A compiled program is checked where it was called from: a guard on the present step would
         # compile it again for the next.
         if in_graph():
-            return
-        if not any(step is each for each in self._passes):
+            return 0
+        if type(step) is not Step or step not in self._passes or self._reserved is None:
             self._refuse_pass(step)
-        step.check()
+        return self._reserved.request.total
 
     def _refuse_pass(self, step: Any) -> NoReturn:
         if not isinstance(step, Step):

@@ -6,21 +6,23 @@ import torch
 from torch import Tensor
 
 from anyflex.packed.packed import Packed
+from anyflex.packed.row_tables import row_owners
 
 __all__ = ["token_places", "token_positions"]
 
 
 def token_positions(packed: Packed, tokens: int) -> Tensor:
-    """Return the position of each of `tokens` rows in its sequence, int32 [T]; 0 of nobody's."""
+    """Return the position of each of `tokens` rows in its sequence, int32 [T]; 0 of padding."""
     _, position, owned = _positions(packed, tokens)
     return torch.where(owned, position, 0)
 
 
-def token_places(packed: Packed, tokens: int, pages: int, page_size: int) -> Tensor:
-    """Return where each of `tokens` rows is stored: page * page_size + row, int64 [T].
+def token_places(packed: Packed, tokens: int, pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return where each of `tokens` rows is stored: page, and row in it, int64 [T].
 
-    It is -1 for a row that isn't stored: one behind the last sequence's, or whose page id lies
-    outside of the pool. An entry of the page table past a sequence's length is never followed.
+    The page is `pages`, the one behind the pool's, for a row that isn't to be read: one behind the
+    last sequence's, or whose page id lies outside of the pool. An entry of the page table past a
+    sequence's length is never followed.
     """
     table = packed.page_table
     assert table is not None
@@ -30,15 +32,14 @@ def token_places(packed: Packed, tokens: int, pages: int, page_size: int) -> Ten
     rows, columns = table.shape
     live = live & (position >= 0) & (position < packed.kv_lengths[owner])
     live = live & (column < columns) & (slot >= 0) & (slot < rows)
-    page = table[slot.clamp(0, rows - 1).long(), column.clamp(0, columns - 1).long()].long()
+    page = table[slot.clamp(0, rows - 1), column.clamp(0, columns - 1)]
     live = live & (page >= 0) & (page < pages)
-    return torch.where(live, page * page_size + position % page_size, -1)
+    return torch.where(live, page, pages).long(), (position % page_size).long()
 
 
 def _positions(packed: Packed, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return of each row its sequence's number, its position, and whether it has a sequence."""
-    row = torch.arange(tokens, dtype=torch.int32, device=packed.device)
-    owner = torch.searchsorted(packed.q_offsets[1:], row, right=True)
+    row, owner = row_owners(packed, tokens)
     owned = owner < packed.sequences
     owner = owner.clamp(max=packed.sequences - 1)
     return owner, packed.q_starts[owner] + (row - packed.q_offsets[owner]), owned
