@@ -9,6 +9,8 @@ ARGS ?=
 # The folder of the virtual environment; test-torch has one of its own.
 VENV ?= .venv
 export TORCH VENV
+# Tests start hundreds of Python processes, which would each compile torch's sources again.
+unexport PYTHONDONTWRITEBYTECODE
 # The docs theme advertises another tool.
 export NO_MKDOCS_2_WARNING := 1
 
