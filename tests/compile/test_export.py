@@ -50,49 +50,6 @@ def causal_mask(length: int) -> Any:
     )
 
 
-LOAD = """
-import sys
-import torch
-import anyflex
-from torch.export import load
-arguments, wanted = torch.load(sys.argv[2], weights_only=False)
-program = load(sys.argv[1])
-found = program.module()(*arguments)
-torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-print("equal")
-"""
-
-
-def in_a_fresh_process(folder: Path, program: Any, arguments: Any, wanted: Tensor) -> None:
-    torch.export.save(program, folder / "program.pt2")
-    torch.save((arguments, wanted), folder / "case.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder / "program.pt2"), str(folder / "case.pt")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.split() == ["equal"], done.stderr
-
-
-def test_an_exported_model_runs_in_a_fresh_process_at_a_new_length(tmp_path: Path) -> None:
-    model = Attention()
-    length = torch.export.Dim("length", min=2, max=300)
-    program = torch.export.export(
-        model, tuple(inputs(90)), dynamic_shapes=({2: length}, {2: length}, {2: length})
-    )
-    arguments = inputs(131)
-    in_a_fresh_process(tmp_path, program, arguments, model(*arguments).detach())
-
-
-def test_an_exported_model_takes_a_block_mask(tmp_path: Path) -> None:
-    model = Attention()
-    arguments = (*inputs(96), causal_mask(96))
-    program = torch.export.export(model, arguments)
-    new = (*inputs(96), causal_mask(96))
-    in_a_fresh_process(tmp_path, program, new, model(*new).detach())
-
-
 class Packed(nn.Module):
     """Builds its mask itself."""
 
@@ -105,12 +62,56 @@ class Packed(nn.Module):
         return anyflex.flex_attention(query, key, value, block_mask=mask)
 
 
-def test_a_model_that_builds_its_mask_runs_in_a_fresh_process(tmp_path: Path) -> None:
-    model, length = Packed(), torch.export.Dim("length", min=2, max=300)
-    shapes = ({2: length}, {2: length}, {2: length})
-    program = torch.export.export(model, tuple(inputs(90)), dynamic_shapes=shapes)
-    arguments = inputs(131)
-    in_a_fresh_process(tmp_path, program, arguments, model(*arguments))
+LENGTHS = ({2: torch.export.Dim("length", min=2, max=300)},) * 3
+
+
+def at_a_new_length() -> tuple[Any, list[Any], Tensor]:
+    model, arguments = Attention(), inputs(131)
+    program = torch.export.export(model, tuple(inputs(90)), dynamic_shapes=LENGTHS)
+    return program, arguments, model(*arguments).detach()
+
+
+def with_a_block_mask() -> tuple[Any, list[Any], Tensor]:
+    model, arguments = Attention(), [*inputs(96), causal_mask(96)]
+    program = torch.export.export(model, (*inputs(96), causal_mask(96)))
+    return program, arguments, model(*arguments).detach()
+
+
+def with_a_mask_of_its_own() -> tuple[Any, list[Any], Tensor]:
+    model, arguments = Packed(), inputs(131)
+    program = torch.export.export(model, tuple(inputs(90)), dynamic_shapes=LENGTHS)
+    return program, arguments, model(*arguments)
+
+
+MODELS = (at_a_new_length, with_a_block_mask, with_a_mask_of_its_own)
+LOAD = """
+import sys
+import torch
+import anyflex
+from torch.export import load
+for name in sys.argv[1:]:
+    arguments, wanted = torch.load(f"{name}.pt", weights_only=False)
+    found = load(f"{name}.pt2").module()(*arguments)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    print(name)
+"""
+
+
+def test_exported_models_give_the_same_in_a_fresh_process(tmp_path: Path) -> None:
+    names = []
+    for make in MODELS:
+        program, arguments, wanted = make()
+        names.append(make.__name__)
+        torch.export.save(program, tmp_path / f"{names[-1]}.pt2")
+        torch.save((arguments, wanted), tmp_path / f"{names[-1]}.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *names],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == names, done.stderr
 
 
 class Grouped(nn.Module):
