@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import anyflex
 
 FUNCTIONS = "flex_attention create_block_mask create_mask and_masks or_masks noop_mask".split()
-ADDED = {"flex_attention": ["dropout_p", "backend"], "create_block_mask": ["exact"]}
+ADDED = {"flex_attention": ["dropout_p", "sinks", "backend"], "create_block_mask": ["exact"]}
 """Keyword-only parameters that anyflex adds."""
 
 LISTS = {"as_tuple", "full_kv_indices", "full_kv_num_blocks", "kv_indices", "kv_num_blocks"}

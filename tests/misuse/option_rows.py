@@ -97,6 +97,21 @@ def dropout_is_true(attend: Attend) -> None:
     attend(*inputs(), dropout_p=True)
 
 
+@wrong(41, ArgumentTypeError, "sinks", r"\[2\]", "got float", compiled=True)
+def sinks_are_a_number(attend: Attend) -> None:
+    attend(*inputs(), sinks=0.5)
+
+
+@wrong(41, ArgumentError, "sinks", r"\[2\]", "each query head", r"got \[1, 2\]", compiled=True)
+def sinks_of_two_dimensions(attend: Attend) -> None:
+    attend(*inputs(), sinks=torch.zeros(1, 2))
+
+
+@wrong(41, ArgumentTypeError, "sinks must be floating", "int64", compiled=True)
+def sinks_of_ints(attend: Attend) -> None:
+    attend(*inputs(), sinks=torch.zeros(2, dtype=torch.int64))
+
+
 # Known to torch, so no backend's own: the message says whose the nearest key is.
 @wrong(42, ArgumentError, "BLOK_M", "BLOCK_M", "torch's keys|reference", compiled=True)
 def misspelt_option(attend: Attend) -> None:

@@ -118,7 +118,11 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     if row.state == "usable" and entry is not None and backend is not None:
         facts["fingerprint"] = "".join(_texts(row, backend.fingerprint))
         fields = backend.capabilities.known_fields
-        named = (("packed sequences", "q_layout"), ("keys in pages", "page_size"))
+        named = (
+            ("packed sequences", "q_layout"),
+            ("keys in pages", "page_size"),
+            ("sinks", "sinks"),
+        )
         facts["layouts"] = [layout for layout, field in named if field in fields]
         wanted = device_types if row.device_type == "*" else [row.device_type]
         tests = [

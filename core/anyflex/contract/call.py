@@ -58,7 +58,7 @@ class Call:
         k_scale, v_scale: float32, shaped as key and value without their last dimension, any
             strides (0 too): what stored numbers are multiplied by, where ``Spec.kv_storage`` isn't
             ``"plain"``; else None.
-        sinks: reserved, None in contract 1.
+        sinks: [Hq], in lse's dtype, contiguous, where ``Spec.sinks``; else None.
     """
 
     query: Tensor
@@ -76,9 +76,9 @@ class Call:
     packed: PackedRows | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
+    sinks: Tensor | None = None
+    # A reserved field costs a call nothing: it is a class attribute until a contract sets it.
     index_offsets: ClassVar[tuple[int, int, int, int]] = (0, 0, 0, 0)
-    sinks: ClassVar[None] = None
 
 
 class Outputs(NamedTuple):
@@ -100,7 +100,10 @@ class Outputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors that forward left for backward: q, k, v are in the call."""
+    """Tensors that forward left for backward: q, k, v are in the call.
+
+    Where ``Spec.sinks``, core has added the sinks to lse: ``exp(score - lse)`` is a pair's weight.
+    """
 
     out: Tensor
     lse: Tensor

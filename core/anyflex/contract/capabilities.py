@@ -50,7 +50,8 @@ class Capabilities:
             of its own, in their derivatives.
         known_fields: names of the spec fields that the backend looks at; all others must have
             their defaults. A backend that can drop weights names ``dropout`` here, one that takes
-            packed sequences ``q_layout`` and ``kv_layout``, and ``page_size`` with pages.
+            packed sequences ``q_layout`` and ``kv_layout``, and ``page_size`` with pages, one
+            whose kernels have sinks ``sinks``: for the others core applies these to out.
         node_dtypes: types of mod-graph nodes that can be lowered, in mods and in their
             derivatives as `operations`. Indices are int64 nodes.
         batch_invariant: where `known_fields` has ``q_layout``, a packed sequence's bits don't

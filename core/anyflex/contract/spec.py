@@ -89,7 +89,9 @@ class Spec:
         kv_storage: of a packed call, ``"plain"`` where key and value have `dtype`; or they are
             stored as ``"int8"`` or ``"fp8_e4m3"`` and multiplied by scales. Mods see scores after
             that.
-        index_map, sinks: reserved; contract 1 knows their defaults only.
+        index_map: reserved; contract 1 knows its default only.
+        sinks: each row's softmax has one more score, ``Call.sinks[h]``, whose value is 0.
+            ``Outputs.lse`` and ``max_scores`` leave it out. Core computes its gradient.
     """
 
     device_type: str
@@ -183,6 +185,7 @@ _SAID = {
     "captured": "a mod that reads a captured tensor",
     "dropout": "attention dropout (dropout_p)",
     "q_layout": "a call of packed sequences",
+    "sinks": "an attention sink (sinks)",
     "opaque": "a mod that could not be traced (it runs on the reference only)",
 }
 """Phrases for fields in refusals, where the value alone would tell a user nothing."""

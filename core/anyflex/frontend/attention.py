@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyflex.frontend.arguments import is_plain
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
-from anyflex.frontend.checked_call import check
+from anyflex.frontend.checked_call import CheckedCall, check
 from anyflex.frontend.op_call import run_op
 from anyflex.tracing.mod_types import ScoreMod
 
@@ -30,13 +30,15 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
     """Attention with a score function and a mask of your own, forward and backward, on any device.
 
     ``softmax(score_mod(q k^T * scale), over the keys that block_mask keeps) v``, with scores in
     float32 (float64 for float64 inputs). Signature and meaning are those of
-    ``torch.nn.attention.flex_attention.flex_attention``, plus `dropout_p` and `backend`.
+    ``torch.nn.attention.flex_attention.flex_attention``, plus `dropout_p`, `sinks` and
+    `backend`.
 
     Args:
         query: [B, Hq, L, E]; float32, bfloat16, float16 or float64; any strides.
@@ -55,6 +57,9 @@ def flex_attention(
         dropout_p: probability with which each weight of the softmax is dropped, from 0 up to, but
             not, 1; the others are divided by ``1 - dropout_p``. Pass 0 outside of training. The
             seed is drawn from torch's generator of the CPU, on every device.
+        sinks: [Hq], a floating dtype, usually learned: each row's softmax has one more score,
+            whose value is 0, so that a head can attend to nothing. -inf is no sink. lse and
+            max_scores leave it out.
         backend: force a backend by name, for example ``"reference"``. A forced backend never
             falls back: it computes the call, or `BackendRefused` tells why not.
 
@@ -94,19 +99,29 @@ def flex_attention(
         return_aux,
         backend,
         dropout_p,
+        sinks,
     )
-    if torch.compiler.is_dynamo_compiling():
-        out, lse, max_scores = run_op(call)
-    elif is_plain(call.query, call.key, call.value):
-        out, lse, max_scores = (_run_eagerly or _load_eager_call())(call)
+    if call.sinks is None:
+        out, lse, max_scores = _attend(call)
     else:
-        from anyflex.frontend.tensor_subclasses import naming_subclasses
+        from anyflex.frontend.calls_with_sinks import attend_with_sinks
 
-        with naming_subclasses(query=call.query, key=call.key, value=call.value):
-            out, lse, max_scores = run_op(call)
+        out, lse, max_scores = attend_with_sinks(call, _attend)
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _attend(call: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
+    if torch.compiler.is_dynamo_compiling():
+        return run_op(call)
+    if is_plain(call.query, call.key, call.value):
+        return (_run_eagerly or _load_eager_call())(call)  # type: ignore[no-any-return]
+    from anyflex.frontend.tensor_subclasses import naming_subclasses
+
+    with naming_subclasses(query=call.query, key=call.key, value=call.value):
+        return run_op(call)
 
 
 _run_eagerly: Any = None

@@ -1,4 +1,4 @@
-"""with_sinks: attention sinks without keys, applied to what attention has given."""
+"""Attention sinks: a score of each head that takes part in the softmax and has no value."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tensors.symbolic_numbers import fixed
 
-__all__ = ["with_sinks"]
+__all__ = ["checked_sinks", "with_sinks"]
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -20,6 +21,8 @@ def with_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     A sink takes a part of each row's softmax, so that a head can attend to nothing. With Z the
     row's sum of exponentials, out * Z / (Z + exp(sink)) is ``out * sigmoid(lse - sink)``. It is
     differentiable in all three; lse passes its gradient on to query, key and captured tensors.
+    `flex_attention` and `flex_attention_packed` take sinks themselves: this is for parts of rows,
+    which are merged first.
 
     Args:
         out: [B, Hq, L, Ev]; float32, bfloat16, float16 or float64.
@@ -54,8 +57,20 @@ def with_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return (out.to(lse.dtype) * share).to(out.dtype)
 
 
+def checked_sinks(sinks: Any, query: Tensor, heads: int) -> Tensor:
+    """Check the sinks of a call and return them as kernels read them, in lse's dtype.
+
+    Args:
+        heads: Hq.
+    """
+    _check_sink("sinks", sinks, query, heads)
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    as_read: Tensor = sinks.to(wide).resolve_neg().contiguous()
+    return as_read
+
+
 def _check(out: Any, lse: Any, sink: Any) -> None:
-    for name, tensor in (("out", out), ("lse", lse), ("sink", sink)):
+    for name, tensor in (("out", out), ("lse", lse)):
         if not isinstance(tensor, Tensor):
             cure = ""
             if name == "lse" and type(tensor).__name__ == "AuxOutput":
@@ -92,17 +107,39 @@ def _check(out: Any, lse: Any, sink: Any) -> None:
             "ArgumentError",
             f"with_sinks: lse must have shape {list(out.shape[:3])}, got {list(lse.shape)}.",
         )
-    if not sink.dtype.is_floating_point:
-        fail("ArgumentTypeError", f"with_sinks: sink must be floating, got {sink.dtype}.")
-    if sink.dim() != 1 or sink.shape[0] != out.shape[1]:
+    if lse.device != out.device:
         fail(
             "ArgumentError",
-            f"with_sinks: sink must have shape [{out.shape[1]}], one number for each head of out, "
-            f"got {list(sink.shape)}.",
+            f"with_sinks: out and lse must be on one device, got {out.device} and {lse.device}.",
         )
-    if lse.device != out.device or sink.device != out.device:
+    _check_sink("with_sinks: sink", sink, out, out.shape[1])
+
+
+def _check_sink(name: str, sink: Any, rows: Tensor, heads: int) -> None:
+    """Check the sinks of `heads` query heads against a tensor of query rows."""
+    if not isinstance(sink, Tensor):
+        fail(
+            "ArgumentTypeError",
+            f"{name} must be a Tensor [{fixed(heads)}], one number for each query head, got "
+            f"{type(sink).__name__}.",
+        )
+    if sink.layout is not torch.strided or sink.is_nested:
         fail(
             "ArgumentError",
-            f"with_sinks: out, lse and sink must be on one device, got {out.device}, "
-            f"{lse.device} and {sink.device}.",
+            f"{name} must be a strided tensor, got {sink.layout}; use "
+            f"{name.split(' ')[-1]}.to_dense().",
+        )
+    if not sink.dtype.is_floating_point:
+        fail("ArgumentTypeError", f"{name} must be floating, got {sink.dtype}.")
+    if sink.dim() != 1 or sink.shape[0] != heads:
+        fail(
+            "ArgumentError",
+            f"{name} must have shape [{fixed(heads)}], one number for each query head, got "
+            f"{[fixed(size) for size in sink.shape]}.",
+        )
+    if sink.device != rows.device:
+        fail(
+            "ArgumentError",
+            f"{name} is on {sink.device}, the call's other tensors on {rows.device}: move it with "
+            f".to({str(rows.device)!r}).",
         )

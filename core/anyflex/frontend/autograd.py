@@ -25,7 +25,7 @@ __all__ = ["FlexAttention", "not_twice"]
 
 
 class FlexAttention(torch.autograd.Function):
-    """out, and lse and max_scores where they are asked for."""
+    """out, and lse and max_scores where they are asked for. Sinks are the last captured tensor."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,8 @@ class FlexAttention(torch.autograd.Function):
             plan.device,
             lambda position: _name(position, count, names),
         )
-        captured = tuple(others[:count])
+        end = count - len(plan.sinks)
+        captured = tuple(others[:end])
         if read is not None:
             captured = read
         call = Call(
@@ -110,6 +111,7 @@ class FlexAttention(torch.autograd.Function):
             mask_function,
             kept,
             dropout,
+            sinks=others[end] if plan.sinks else None,
         )
         dlse = aux[0] if with_lse else None
         if dout is None:
@@ -133,7 +135,7 @@ class FlexAttention(torch.autograd.Function):
         gradients = [dq, dk, dv, *dcaptured]
         if torch.is_grad_enabled():
             arrived = [dout] if dlse is None else [dout, dlse]
-            gradients = not_twice(gradients, [query, key, value, *arrived, *captured])
+            gradients = not_twice(gradients, [query, key, value, *arrived, *others[:count]])
         return (None, None, *gradients)
 
 
@@ -179,7 +181,7 @@ def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
         [len(structure), count, *ints, *block_size],
         plan.request,
     )
-    wanted = [*plan.gradients, *[dtype is not None for dtype in plan.accumulators]]
+    wanted = [*plan.gradients, *[dtype is not None for dtype in plan.accumulators], *plan.sinks]
     return (
         None,
         None,

@@ -37,6 +37,7 @@ class CheckedCall(NamedTuple):
         options: ``kernel_options`` as pairs.
         backend: the ``backend=`` argument.
         dropout_p: the probability, 0 for none.
+        sinks: [Hq], in lse's dtype, contiguous; or None.
     """
 
     query: Tensor
@@ -49,6 +50,7 @@ class CheckedCall(NamedTuple):
     options: tuple[tuple[str, object], ...]
     backend: str | None
     dropout_p: float
+    sinks: Tensor | None = None
 
 
 def check(
@@ -64,6 +66,7 @@ def check(
     return_aux: Any,
     backend: Any,
     dropout_p: Any = 0.0,
+    sinks: Any = None,
 ) -> CheckedCall:
     """Check `flex_attention`'s arguments, and return them in their one form."""
     # Defaults, which most calls leave as they are, need no function to check them.
@@ -106,8 +109,12 @@ def check(
         options = freeze_options(kernel_options)
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = check_dropout(dropout_p)
+    if sinks is not None:
+        from anyflex.frontend.attention_sinks import checked_sinks
+
+        sinks = checked_sinks(sinks, query, sizes[1])
     return CheckedCall(
-        query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p
+        query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p, sinks
     )
 
 

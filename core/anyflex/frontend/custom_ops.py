@@ -45,16 +45,16 @@ _library.define(
 )
 # tensors: offsets and runs of the block mask if there is one, and its mark if it was built in the
 # graph (`anyflex.mask_structure.views_registry`); captured tensors, the score mod's, then the mask
-# mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new graph: the
-# scale, the score mod's floats, the mask mod's, and with dropout p and the seed. ints: how many of
-# the tensors are the block mask's, and how many are captured; then the score mod's ints, the mask
-# mod's and, with a mask, its block size (not in the request: torch.compile may hand it over as a
-# symbol).
+# mod's, then the sinks; then numbers as 0-d CPU float64 tensors, so that a new value makes no new
+# graph: the scale, the score mod's floats, the mask mod's, and with dropout p and the seed. ints:
+# how many of the tensors are the block mask's, and how many are captured, with the sinks; then the
+# score mod's ints, the mask mod's and, with a mask, its block size (not in the request:
+# torch.compile may hand it over as a symbol).
 # Neither list is ever empty: AOTInductor's executor hands an empty list on as None. forward
 # returns out, lse, max_scores, saved and saved_by: the bytes that the kernel leaves for backward
 # (`anyflex.runtime.saved_for_backward`) and, on the CPU, where reading it doesn't wait, the mark
-# of its plan. backward returns the gradients of query, key, value and each captured tensor.
-# Outputs that nobody asked for have no elements.
+# of its plan. backward returns the gradients of query, key, value, each captured tensor and the
+# sinks. Outputs that nobody asked for have no elements.
 
 
 class _Parts(NamedTuple):
@@ -261,7 +261,8 @@ def _loads(request: Request) -> dict[int, tuple[torch.dtype, int]]:
 def _fake_backward(*given: Any) -> list[Tensor]:
     _, _, _, query, key, value, *_, tensors, ints, request = given
     _check_fake(query)
-    flags = read_request(request).gradients
+    wanted = read_request(request)
+    flags = (*wanted.gradients, *wanted.sinks)
     captured = _parts(tensors, ints).captured
     return [
         *[
@@ -287,6 +288,7 @@ def _inputs(
     from anyflex.contract.call import Call
     from anyflex.contract.dropout import Dropout
     from anyflex.runtime.plan import Inputs
+    from anyflex.runtime.saved_tensor_checks import check_like
 
     if query.device.type == "meta":
         raise BackendRefused(
@@ -304,6 +306,11 @@ def _inputs(
         *numbers, dropout_p, seed = numbers
         dropout = Dropout(check_dropout(dropout_p), seed)
     views = None
+    captured, sinks = parts.captured, None
+    if request.sinks:
+        *captured, sinks = captured
+        check_like("sinks", sinks, (heads,), _accumulate(query), query.device)
+        sinks = sinks.contiguous()  # a hook on saved tensors may have laid them out anew
     ints = parts.ints
     if parts.mask:
         *ints, q_block, kv_block = ints
@@ -315,11 +322,12 @@ def _inputs(
         key,
         value,
         views,
-        tuple(parts.captured),
+        tuple(captured),
         tuple(ints),
         tuple(numbers),
         scale,
         dropout=dropout,
+        sinks=sinks,
     )
     return Inputs(call, request)
 
@@ -385,7 +393,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> Any:
     query, key, value, out, lse, saved, saved_by, *tensors = ctx.saved_tensors
     wanted: Request = ctx.wanted
-    if not wanted.needs_lse:
+    flags = (*wanted.gradients, *wanted.sinks)
+    if True not in flags:
         raise ArgumentError(
             "gradients are asked for of a program that was exported or traced without: export it "
             "with inputs that require grad"
@@ -405,10 +414,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | 
         ctx.ints,
         ctx.request,
     )
-    found = [
-        gradient if flag else None
-        for gradient, flag in zip(gradients, wanted.gradients, strict=True)
-    ]
+    found = [gradient if flag else None for gradient, flag in zip(gradients, flags, strict=True)]
     parts = _parts(tensors, ctx.ints)
     return (
         *found[:3],

@@ -57,10 +57,11 @@ def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         _refuse_tangents(call)
     try:
         plan = plan_for(inputs)
-        if True not in request.gradients:
+        if True not in request.gradients and True not in request.sinks:
             outputs = launch_forward(plan, call)
-            return outputs.out, outputs.lse, outputs.max_scores
-        results = _apply(plan, inputs, call.query, call.key, call.value, *call.captured)
+            return outputs.out, outputs.lse if request.lse else None, outputs.max_scores
+        read = call.captured if call.sinks is None else (*call.captured, call.sinks)
+        results = _apply(plan, inputs, call.query, call.key, call.value, *read)
     except ModIndexError as error:
         raise named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
     except RuntimeError as error:
@@ -79,7 +80,8 @@ def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _refuse_tangents(call: Call) -> None:
-    for tensor in (call.query, call.key, call.value, *call.captured):
+    sinks = () if call.sinks is None else (call.sinks,)
+    for tensor in (call.query, call.key, call.value, *call.captured, *sinks):
         dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
         if dual.tangent is not None:
             refuse_forward_mode()
@@ -143,7 +145,7 @@ def inputs_of(
         seed: as for `gather`.
         packed: the sequences of a packed call.
     """
-    query, key, value, score_mod, _, scale, aux, options, backend, dropout_p = checked
+    query, key, value, score_mod, _, scale, aux, options, backend, dropout_p, sinks = checked
     if query.is_neg() or key.is_neg() or value.is_neg():
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     score = NO_MOD
@@ -185,6 +187,7 @@ def inputs_of(
         mask_function,
         dropout=None if dropout_p == 0 else Dropout(dropout_p, seed),
         packed=packed,
+        sinks=sinks,
     )
     posed = None if stand_in.current is None else stand_in.posed_as(device)
     request = Request(
@@ -193,7 +196,7 @@ def inputs_of(
         (len(score.captured), len(score.ints), len(score.floats)),
         aux.lse,
         aux.max_scores,
-        aux.lse or True in gradients,
+        aux.lse or True in gradients or sinks is not None,
         gradients,
         backend,
         options,
@@ -202,8 +205,10 @@ def inputs_of(
         fp32_precision(query.dtype, device.type if posed is None else posed[0]),
         dropout_p != 0,
         "dense" if packed is None else "packed" if packed.page_table is None else "paged",
+        () if sinks is None else (torch.is_grad_enabled() and sinks.requires_grad,),
     )
-    return Inputs(call, request, read, (score.names, mask.names))
+    names = mask.names if sinks is None else [*mask.names, "sinks"]
+    return Inputs(call, request, read, (score.names, names))
 
 
 def traced_score(score_mod: Callable[..., Tensor], query: Tensor) -> TracedMod:

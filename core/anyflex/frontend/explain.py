@@ -32,12 +32,15 @@ class Explanation:
         variant: what the chosen kernel would run for this call, or "" where nobody takes it.
         problem: why nobody takes it or the chosen backend can't compile it, or "".
         broken: the problem is a broken plugin: the call would raise `anyflex.errors.PluginError`.
+        sinks_by: who applies the sinks: ``"kernel"``, ``"core"`` to the kernel's out, or "" where
+            there are none.
     """
 
     selection: Selection
     variant: str
     problem: str
     broken: bool = False
+    sinks_by: str = ""
 
     @property
     def backend(self) -> str | None:
@@ -55,6 +58,7 @@ class Explanation:
             "forced_by": chosen.forced_by,
             "problem": self.problem,
             "broken": self.broken,
+            "sinks_by": self.sinks_by,
             "trace": [dataclasses.asdict(line) for line in chosen.trace],
             "unused_options": list(chosen.unused_options),
             "spec": chosen.spec.to_text(),
@@ -91,6 +95,7 @@ class Explanation:
             f"q={spec.q_class} mask={spec.mask_kind} {spec.alignment[0]} "
             f"gradients={','.join(spec.gradients) or 'none'}"
             f"{' dropout' if spec.dropout else ''}"
+            f"{f' sinks by {self.sinks_by}' if self.sinks_by else ''}"
         )
         for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
             if graph is not None:
@@ -112,6 +117,7 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Explanation:
     """Tell what `flex_attention` would do with the same arguments, without running it.
@@ -141,7 +147,16 @@ def explain(
         return_aux,
         backend,
         dropout_p,
+        sinks,
     )
+    sinks_by = ""
+    if call.sinks is not None:
+        from anyflex.frontend.calls_with_sinks import in_kernels
+
+        sinks_by = "kernel"
+        if not in_kernels(call.sinks, call.query, backend, lse=call.aux.lse):
+            sinks_by = "core"
+            call = call._replace(sinks=None, aux=call.aux._replace(lse=True))
     inputs = gather(call)
     choice = (spec_for(inputs), names_in_force(backend), backend, call.options)
     selection = explain_selection(*choice)
@@ -151,10 +166,10 @@ def explain(
     except BackendRefused as error:
         lines = [TraceLine(name, "", "refuses", reason) for name, reason in error.reasons.items()]
         selection = explain_selection(*choice, {line.backend: line for line in lines})
-        return Explanation(selection, "", str(error))
+        return Explanation(selection, "", str(error), sinks_by=sinks_by)
     except AnyflexError as error:
-        return Explanation(selection, "", str(error), isinstance(error, PluginError))
+        return Explanation(selection, "", str(error), isinstance(error, PluginError), sinks_by)
     if compiled.backend.name != selection.chosen:
         passed = {line.backend: line for line in compiled.passed}
         selection = explain_selection(*choice, passed)
-    return Explanation(selection, variant, "")
+    return Explanation(selection, variant, "", sinks_by=sinks_by)

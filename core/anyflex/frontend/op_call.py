@@ -35,7 +35,7 @@ def op_arguments(
     """Return what the static ops take after query, key and value (tensors, ints, request), the
     captured tensors among them, and whether a gradient is wanted of query, key, value and each
     captured tensor. `every_gradient`: query, key and value need not require it."""
-    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p = call
+    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p, sinks = call
     score = TracedMod("", [], [], [], [])
     if score_mod is not None:
         wide = query.dtype is torch.float64
@@ -75,6 +75,10 @@ def op_arguments(
     gradients += [grad_mode and tensor.requires_grad for tensor in score.captured]
     gradients += [False for _ in mask.captured]
     needs_backward = any(gradients)
+    sink_gradient: tuple[bool, ...] = ()
+    if sinks is not None:
+        sink_gradient = (grad_mode and sinks.requires_grad,)
+        captured = [*captured, sinks]
     posed = posed_as(query.device)
     saved = NOTHING
     if needs_backward and not every_gradient:  # else no forward of this call runs
@@ -90,7 +94,7 @@ def op_arguments(
         (len(score.captured), len(score.ints), len(score.floats)),
         aux.lse,
         aux.max_scores,
-        aux.lse or needs_backward,
+        aux.lse or needs_backward or sinks is not None,
         tuple(gradients),
         backend,
         options,
@@ -98,6 +102,7 @@ def op_arguments(
         saved,
         fp32_precision(query.dtype, query.device.type if posed is None else posed[0]),
         drops,
+        sinks=sink_gradient,
     )
     ints = [len(structure), len(captured), *score.ints, *mask.ints, *block_size]
     return ([*structure, *captured, *numbers], ints, write_request(request)), captured, gradients

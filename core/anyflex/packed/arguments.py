@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anyflex.contract.spec import STORED
 from anyflex.frontend.arguments import check_aux
+from anyflex.frontend.attention_sinks import checked_sinks
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.packed.packed import Packed, Step
 from anyflex.runtime.plan import refuse_tracing
@@ -76,13 +77,8 @@ def check_packed(
     if key.dtype in STORED or value.dtype in STORED or not k_scale is v_scale is None:
         _check_scale("k_scale", key, k_scale)
         _check_scale("v_scale", value, v_scale)
-    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != query.shape[1:2]):
-        got = list(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        fail(
-            "ArgumentError" if isinstance(sinks, Tensor) else "ArgumentTypeError",
-            f"sinks must be a tensor [{query.shape[1]}], one number for each query head, got "
-            f"{got}.",
-        )
+    if sinks is not None:
+        checked_sinks(sinks, query, query.shape[1])
     if out is not None:
         _check_out(out, query, value)
         for name, tensor in _named(query, key, value, k_scale, v_scale, sinks, out):

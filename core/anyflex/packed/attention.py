@@ -12,8 +12,9 @@ from anyflex.block_mask.create import create_block_mask
 from anyflex.errors import ModTraceError
 from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.attention import flex_attention
-from anyflex.frontend.attention_sinks import with_sinks
+from anyflex.frontend.attention_sinks import checked_sinks, with_sinks
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
+from anyflex.frontend.calls_with_sinks import in_kernels
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.packed.arguments import check_packed
 from anyflex.packed.own_layout import in_own_layout
@@ -67,8 +68,7 @@ def flex_attention_packed(
         score_mod, mask_mod: as for `flex_attention` and `create_block_mask`.
         scale: multiplied into q k^T; None is E ** -0.5.
         enable_gqa: allow Hq to be a multiple of Hkv.
-        sinks: [Hq], one more score a head whose value is 0, as `with_sinks` has it; learned ones
-            get a gradient.
+        sinks: [Hq], as for `flex_attention`.
         k_scale, v_scale: float32, what stored numbers are multiplied by: one number, [Hkv], or
             one for each token and head, shaped as key without its last dimension. Key and value
             are then int8 or float8_e4m3fn, and mods see scores after it.
@@ -103,6 +103,9 @@ def flex_attention_packed(
         and (key.dtype is query.dtype or k_scale is not None)
         and not in_graph()
     ):
+        # Kernels of this layout have no backward.
+        learns = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+        inside = not learns and in_kernels(sinks, query, backend, lse=False)
         asked = CheckedCall(
             _as_batch(query),
             key if paged else _as_batch(key),
@@ -110,15 +113,16 @@ def flex_attention_packed(
             score_mod,
             None,
             query.shape[-1] ** -0.5 if scale is None else check_scale(scale, query.dtype),
-            aux if sinks is None or aux.lse else aux._replace(lse=True),
+            aux if sinks is None or inside or aux.lse else aux._replace(lse=True),
             () if kernel_options is None else freeze_options(kernel_options),
             backend,
             0.0,
+            checked_sinks(sinks, query, query.shape[1]) if inside else None,
         )
         own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
         if own is not None:
             found = own.out
-            if sinks is not None and own.lse is not None:
+            if sinks is not None and not inside and own.lse is not None:
                 found = with_sinks(found, own.lse, sinks)
             return _results(found, own.lse, own.max_scores, out, return_aux, aux)
     if not paged:
@@ -144,11 +148,10 @@ def flex_attention_packed(
         scale,
         enable_gqa,
         kernel_options=kernel_options,
-        return_aux=aux._replace(lse=aux.lse or sinks is not None),
+        return_aux=aux,
+        sinks=sinks,
         backend=backend,
     )
-    if sinks is not None:
-        found = with_sinks(found, more.lse, sinks)
     return _results(found, more.lse, more.max_scores, out, return_aux, aux)
 
 

@@ -72,7 +72,7 @@ def in_own_layout(
         step: whose rows are whose.
         scales: of key and value, as the user gave them.
     """
-    query, key, value, score_mod, _, scale, aux, options, backend, _ = checked
+    query, key, value, score_mod, _, scale, aux, options, backend, _, sinks = checked
     device = step.packed.device
     if not is_plain(query, key, value) or dual_level(forward_ad) >= 0:
         return None
@@ -113,6 +113,7 @@ def in_own_layout(
         None if not captured else (_forms(captured), *map(id, mask.captured)),
         enable_gqa,
         aux,
+        sinks is not None,
         repr(options) if options else None,  # 1, 1.0 and True are equal
         backend,
         names_in_force(backend),
@@ -134,6 +135,7 @@ def in_own_layout(
         floats,
         scale,
         packed=prepared.rows,
+        sinks=sinks,
     )
     if key.dtype is not query.dtype:
         call.k_scale, call.v_scale = (

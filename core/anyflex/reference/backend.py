@@ -32,7 +32,7 @@ class ReferenceBackend(Backend):
         gradients=frozenset({"q", "k", "v", "captured", "lse"}),
         captured_dtypes=frozenset(DTYPE_NAMES),
         deterministic=True,
-        known_fields=CONTRACT_1_FIELDS | {"dropout", "opaque"},
+        known_fields=CONTRACT_1_FIELDS | {"dropout", "opaque", "sinks"},
     )
 
     def probe(self) -> Decision:

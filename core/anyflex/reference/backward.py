@@ -132,8 +132,9 @@ class _Backward:
         if self.delta is None:
             # lse is rounded: with large scores it isn't the number that makes weights sum to 1.
             maximum = weights.amax(-1, keepdim=True)
-            weights.sub_(maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
-            total = weights.sum(-1, keepdim=True)
+            shift = maximum.masked_fill(maximum == -torch.inf, 0)
+            weights.sub_(shift).exp_()
+            total = self.scores.add_sink(weights.sum(-1, keepdim=True), shift)
             weights.div_(total.masked_fill(total == 0, 1))
         else:
             weights.sub_(self.lse[:, :, :, rows]).exp_()

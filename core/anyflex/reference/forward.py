@@ -55,7 +55,8 @@ def forward(prepared: Prepared, call: Call, out: Outputs) -> None:
             # An infinite value that is dropped contributes as little as a dead pair's.
             alive = alive if alive is None else alive & kept
         product = values.taken(chunk.take).product(scores.layout.times_values, weights, alive)
-        result[:, :, :, rows] = product.div_(total.masked_fill(total == 0, 1))
+        whole = scores.add_sink(total, shift)
+        result[:, :, :, rows] = product.div_(whole.masked_fill(whole == 0, 1))
         if lse is not None:
             lse[:, :, :, rows] = (shift + total.log()).squeeze(-1)
         if max_scores is not None:

@@ -57,6 +57,9 @@ class Scores:
         b, h, _, _ = call.index_offsets
         self.b = torch.arange(b, b + self.layout.batch, device=self.device)
         self.h = torch.arange(h, h + self.layout.heads, device=self.device)
+        self.sinks: Tensor | None = None
+        if call.sinks is not None:
+            self.sinks = self.layout.grouped(call.sinks[None])[..., None, None]
 
     def chunk(self, chunk: Chunk, *, keep_raw: bool) -> ChunkScores:
         """Compute the scores of a chunk with at least one key.
@@ -77,6 +80,10 @@ class Scores:
             dead = ~live
             modified.masked_fill_(dead, -torch.inf)
         return ChunkScores(query, raw, modified, dead, inputs)
+
+    def add_sink(self, total: Tensor, shift: Tensor) -> Tensor:
+        """Return rows' sums of ``exp(score - shift)`` with that of the sink, if there is one."""
+        return total if self.sinks is None else total + torch.exp(self.sinks - shift)
 
     def flat_indices(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Index vectors b [B], h [Hq], q_idx [R], kv_idx [C], offsets added."""

@@ -135,8 +135,8 @@ def launch_backward(
     saved_bytes: Tensor | None = None,
     names: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Run backward and return the gradients of query, key, value and each captured tensor, None
-    where the spec asks for none.
+    """Run backward and return the gradients of query, key, value, each captured tensor and the
+    sinks, if there are any; None where none is asked for.
 
     Args:
         plan: the call's plan.
@@ -156,6 +156,12 @@ def launch_backward(
     dlse, delta = (t if t is None else t.resolve_neg() for t in (grad.dlse, grad.delta))
     grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)
     check_backward(call, saved, grad, names)
+    of_sinks: list[Tensor | None] = []
+    if call.sinks is not None:
+        lse, of_sinks = _through_sinks(call.sinks, saved, grad, True in plan.sinks)
+        if not plan.spec.needs_backward:
+            return None, None, None, [*[None for _ in call.captured], *of_sinks]
+        saved = Saved(saved.out, lse, saved.extras)
     if saved_bytes is not None:
         check_readable("what the kernel keeps for backward", saved_bytes)
     for_query, for_key, for_value = plan.gradients
@@ -209,7 +215,25 @@ def launch_backward(
             None if accumulator is None else accumulator.to(tensor.dtype)
             for tensor, accumulator in zip(call.captured, accumulators, strict=True)
         ]
-    return dq, dk, dv, accumulators
+    return dq, dk, dv, [*accumulators, *of_sinks]
+
+
+def _through_sinks(
+    sinks: Tensor, saved: Saved, grad: GradInputs, wanted: bool
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return lse with the sinks in it, -inf in dead rows, and the gradient of the sinks.
+
+    A sink's weight is w, its value 0: its score's gradient is w (0 - delta).
+    """
+    lse, each = saved.lse, sinks[:, None]
+    dead = lse == -torch.inf
+    whole = torch.where(dead, lse, torch.logaddexp(lse, each))
+    if not wanted:
+        return whole, [None]
+    # Not exp(sink - whole): a sink of infinity has all the weight.
+    delta = (grad.dout.to(lse.dtype) * saved.out).sum(-1)
+    gradient = torch.sigmoid(each - lse) * delta
+    return whole, [-gradient.masked_fill_(dead, 0).sum((0, 2))]
 
 
 @contextmanager

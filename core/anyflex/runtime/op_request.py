@@ -36,6 +36,7 @@ class Request(NamedTuple):
             written: both passes have it.
         dropout: weights are dropped; the probability and the seed are among the call's numbers.
         kv_layout: ``"packed"`` or ``"paged"`` of a call of packed sequences, else ``"dense"``.
+        sinks: () without sinks, else one flag: whether they need a gradient.
     """
 
     score: str
@@ -52,6 +53,7 @@ class Request(NamedTuple):
     fp32_precision: str
     dropout: bool = False
     kv_layout: str = "dense"
+    sinks: tuple[bool, ...] = ()
 
 
 def write_request(request: Request) -> str:

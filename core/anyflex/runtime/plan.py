@@ -24,6 +24,7 @@ from anyflex.runtime.kernel_cache import kernel_for
 from anyflex.runtime.op_request import Request, write_request
 from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.runtime.scalar_specialization import Bound, bind_numbers, forget_numbers
+from anyflex.tensors.storage_checks import check_readable
 from anyflex.tensors.tensor_facts import architecture, determinism, memories, memory, q_class
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "refuse_tracing", "spec_for"]
@@ -70,6 +71,7 @@ class Plan:
         same_dims: Ev is E.
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
+        sinks: () without sinks, else a flag: they need a gradient.
         mark: identifies this kernel's saved outputs, in any process: a positive signed 64-bit
             integer.
         request: of the plan's calls (`anyflex.runtime.op_request`), for a backward that Dynamo
@@ -78,8 +80,15 @@ class Plan:
             where there is no choice.
     """
 
-    def __init__(self, compiled: CompiledKernel, device: torch.device, request: str) -> None:
+    def __init__(
+        self,
+        compiled: CompiledKernel,
+        device: torch.device,
+        request: str,
+        sinks: tuple[bool, ...] = (),
+    ) -> None:
         self.request = request
+        self.sinks = sinks
         self.device = device
         self.compiled = compiled
         self.spec = compiled.spec
@@ -159,6 +168,8 @@ def plan_for(inputs: Inputs) -> Plan:
     views = call.mask
     dtype = query.dtype
     layouts = memories(query, key, value, call.captured, inputs.names)
+    if call.sinks is not None:
+        check_readable("sinks", call.sinks)
     shapes = query.shape, key.shape, value.shape
     facts = (
         request,
@@ -237,7 +248,7 @@ def _plan_of_class(
         request = inputs.request
         compiled = kernel_for(spec, names, request.backend, request.options)
         text = write_request(request._replace(saved_bytes=NOTHING))
-        plan = Plan(compiled, inputs.call.query.device, text)
+        plan = Plan(compiled, inputs.call.query.device, text, request.sinks)
         if len(_plans) >= PLANS:
             _plans.clear()
         _plans[of_class] = plan
@@ -296,6 +307,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         kv_layout=request.kv_layout,  # type: ignore[arg-type]
         page_size=key.shape[2] if request.kv_layout == "paged" else 0,
         kv_storage=STORED.get(key.dtype, "plain"),  # type: ignore[arg-type]
+        sinks=call.sinks is not None,
     )
 
 

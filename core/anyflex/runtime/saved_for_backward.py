@@ -17,7 +17,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from anyflex.contract.call import TensorSpec
 
-from anyflex.tensors.stand_in import posed_as
 from anyflex.tensors.torch_versions import dynamo_constant
 
 __all__ = ["NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
@@ -42,36 +41,14 @@ def saved_bytes(device: torch.device, dtype: torch.dtype, backend: str | None) -
         device, dtype: of query.
         backend: the ``backend=`` argument, or None.
     """
-    from anyflex.contract.spec import Spec
     from anyflex.errors import AnyflexError, PluginError
-    from anyflex.registry.backend_choice import Choice
-    from anyflex.registry.forced_backends import names_in_force
     from anyflex.registry.plugin_errors import report
-    from anyflex.tensors.tensor_facts import architecture, fp32_precision
+    from anyflex.runtime.plain_backend import plain_backend
 
-    try:
-        device_type, arch = posed_as(device) or (device.type, architecture(device))
-    except (RuntimeError, AssertionError):  # torch's errors for a device that isn't here
-        return NOTHING  # fake tensors may be on one
-    plain = Spec(
-        device_type,
-        arch,
-        dtype,
-        64,
-        64,
-        needs_lse=True,
-        gradients=("q", "k", "v"),
-        fp32_precision=fp32_precision(dtype, device_type),
-    )
-    try:
-        choice = Choice(plain, names_in_force(backend), backend, ())
-        answers = ((entry, choice.ask(entry)) for entry in choice.candidates)
-        entry, answer = next((e, a) for e, a in answers if a.decision is not None)
-    except (AnyflexError, torch.OutOfMemoryError, StopIteration):
-        return NOTHING  # the call itself raises, with its own spec
-    decision, chosen = answer.decision, answer.state.backend
-    if decision is None or decision.backward != "own" or chosen is None:
+    taker = plain_backend(device, dtype, backend)
+    if taker is None or taker[2].backward != "own":
         return NOTHING
+    entry, chosen, _ = taker
     try:
         return entry.saved_bytes(chosen, dtype)
     except PluginError as error:

@@ -156,6 +156,8 @@ def check_backward(
         check_readable("delta", grad.delta)
     if call.captured:
         check_captured(call.captured, names)
+    if call.sinks is not None:
+        check_readable("sinks", call.sinks)
     for position, tensor in enumerate(saved.extras):
         check_readable(kept_name(position), tensor)
 

@@ -129,6 +129,7 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
         (1.0,) * max([floats for _, floats in slots], default=0),
         1 / math.sqrt(spec.head_dim),
         dropout=Dropout(0.5, 0) if spec.dropout else None,
+        sinks=torch.zeros(heads * spec.gqa_ratio, device=device) if spec.sinks else None,
     )
 
 

@@ -74,6 +74,7 @@ class AttentionCase:
         scale: None for the default.
         dropout_p: probability with which weights are dropped, by the first seed that is drawn
             after ``torch.manual_seed(seed)``.
+        sinks: a number for each query head; they learn where there are gradients.
         gradients: of "q", "k", "v", "captured".
         aux: of "lse", "max_scores".
         dout, dlse: whether a gradient arrives there.
@@ -109,6 +110,7 @@ class AttentionCase:
     block_size: tuple[int, int] = (16, 16)
     scale: float | None = None
     dropout_p: float = 0.0
+    sinks: tuple[float, ...] | None = None
     gradients: frozenset[str] = frozenset()
     aux: frozenset[str] = LSE | MAXIMA
     dout: bool = True
@@ -163,6 +165,13 @@ class AttentionCase:
             dataclasses.replace(least, aux=aux - LSE),
             dataclasses.replace(least, gradients=frozenset()),
         )
+
+    def learned_sinks(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return the sinks, which require grad where they learn, or None."""
+        if self.sinks is None:
+            return None
+        learns = bool(self.gradients)
+        return torch.tensor(self.sinks, dtype=dtype, device=device, requires_grad=learns)
 
     def draw(self, device: torch.device) -> Drawn:
         """Draw the inputs."""

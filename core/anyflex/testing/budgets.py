@@ -13,6 +13,7 @@ backend computes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +229,13 @@ def _formula(
             case.dropout_p,
             _kept(case),
         )
+        lse, sinks = forward.lse, case.learned_sinks(dtype, query.device)
+        if sinks is not None and lse is not None:
+            # A sink takes its share of a row's weights, and its value is 0.
+            dead = lse == -torch.inf
+            left = torch.sigmoid(torch.where(dead, lse, lse - sinks[:, None]))
+            forward = dataclasses.replace(forward, out=forward.out * left[..., None])
+            lse = torch.where(dead, lse, torch.logaddexp(lse, sinks[:, None]))
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
         if shaken is not None and dout is not None and _is_rounded(case):
             dout = shaken.tensor(dout)
@@ -239,8 +247,10 @@ def _formula(
             dlse = delta if dlse is None else dlse + delta
         grads: dict[str, Tensor] = {}
         if case.gradients:
-            inputs = wanted_inputs(case, query, key, value, mod)
-            grads = gradients(forward, inputs, dout, dlse, missing_is_zero=True)
+            inputs = wanted_inputs(case, query, key, value, mod, sinks)
+            # A change of delta acts like a gradient of lse with the sinks in it.
+            arrived = forward if case.dlse else dataclasses.replace(forward, lse=lse)
+            grads = gradients(arrived, inputs, dout, dlse, missing_is_zero=True)
     finally:
         torch.set_default_dtype(previous)
     return Results(forward, grads).named()
@@ -279,17 +289,24 @@ def _widened(mod: Mod, dtype: torch.dtype) -> Mod:
 
 
 def result_dtype(name: str, case: AttentionCase, drawn: Drawn) -> torch.dtype:
-    if name in ("lse", "max_scores"):
+    if name in ("lse", "max_scores", "dsinks"):
         return torch.promote_types(case.dtype, torch.float32)
     learned = drawn.mods["score"].learned if "score" in drawn.mods else {}
     return learned[name].dtype if name in learned else case.dtype
 
 
 def wanted_inputs(
-    case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mod: Mod | None
+    case: AttentionCase,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mod: Mod | None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
     named = {"q": query, "k": key, "v": value}
     inputs = {f"d{name}": named[name] for name in "qkv" if name in case.gradients}
     if mod is not None and "captured" in case.gradients:
         inputs |= mod.learned
+    if sinks is not None:
+        inputs["dsinks"] = sinks
     return inputs

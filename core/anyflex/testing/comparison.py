@@ -71,6 +71,9 @@ def by_backend(
         tensor.requires_grad_(letter in case.gradients)
     mod = moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
     more: dict[str, Any] = {"dropout_p": case.dropout_p} if case.dropout_p else {}
+    sinks = case.learned_sinks(torch.promote_types(case.dtype, torch.float32), device)
+    if sinks is not None:
+        more["sinks"] = sinks
     with products_in(case.products), _seeded(case):
         out, aux = attention(
             query,
@@ -89,7 +92,7 @@ def by_backend(
         forward = Forward(out, aux.lse, aux.max_scores)
         grads: dict[str, Tensor] = {}
         if case.gradients:
-            inputs = wanted_inputs(case, query, key, value, mod)
+            inputs = wanted_inputs(case, query, key, value, mod, sinks)
             dout = drawn.weights["dout"] if case.dout else None
             dlse = drawn.weights["dlse"] if case.dlse else None
             grads = gradients(forward, inputs, dout, dlse, missing_is_zero=False)

@@ -302,6 +302,7 @@ class _Watch:
         named: dict[str, Tensor | None] = {"query": call.query, "key": call.key, **(reads or {})}
         named["value"] = call.value
         named |= {f"captured tensor {i}": tensor for i, tensor in enumerate(call.captured)}
+        named["sinks"] = call.sinks
         if call.packed is not None:
             rows = call.packed._asdict()
             named |= {name: each for name, each in rows.items() if isinstance(each, Tensor)}

@@ -93,8 +93,9 @@ FAULTS = (
         "lse ",
         (
             _CALL,
-            "found = with_sinks(found, more.lse, sinks)\n",
-            "found = with_sinks(found, more.lse, sinks)\n"
+            "        sinks=sinks,\n        backend=backend,\n    )\n",
+            "        sinks=sinks,\n        backend=backend,\n    )\n"
+            "    if sinks is not None and more.lse is not None:\n"
             "        more = more._replace(lse=torch.logaddexp(more.lse, sinks[:, None]))\n",
         ),
     ),

@@ -27,6 +27,7 @@ from anyflex.testing.cases import (
     required,
     run_time,
     shapes,
+    sinks,
     state,
     structure,
 )
@@ -48,6 +49,7 @@ _GROUPS = (
     inputs,
     large_scores,
     dropout,
+    sinks,
     ragged,
     refusals,
     declared,

@@ -1,0 +1,45 @@
+"""Calls with sinks: by a kernel that has them, or by one that has not and then by core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from anyflex.frontend.attention_sinks import with_sinks
+from anyflex.frontend.checked_call import CheckedCall
+from anyflex.runtime.plain_backend import takes_sinks
+
+__all__ = ["attend_with_sinks", "in_kernels"]
+
+
+def in_kernels(sinks: Tensor | None, query: Tensor, backend: str | None, *, lse: bool) -> bool:
+    """Whether the call's kernel shall apply the sinks, not `with_sinks` what it gives.
+
+    Args:
+        query: after autocast.
+        backend: the ``backend=`` argument.
+        lse: it is returned. A gradient that arrives there is that of a softmax without sinks,
+            which the backward pass of one with sinks doesn't compute.
+    """
+    if sinks is None or (lse and torch.is_grad_enabled()):
+        return False
+    return takes_sinks(query.device, query.dtype, backend)
+
+
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def attend_with_sinks(call: CheckedCall, attend: Callable[[CheckedCall], Results]) -> Results:
+    """Compute a checked call with sinks, inside of its kernel or after it.
+
+    Args:
+        attend: computes a checked call and returns out, lse and max_scores.
+    """
+    aux, sinks = call.aux, call.sinks
+    if sinks is None or in_kernels(sinks, call.query, call.backend, lse=aux.lse):
+        return attend(call)
+    out, lse, max_scores = attend(call._replace(sinks=None, aux=aux._replace(lse=True)))
+    assert lse is not None
+    return with_sinks(out, lse, sinks), lse if aux.lse else None, max_scores

@@ -1,0 +1,86 @@
+"""The backend that takes a plain call: what is asked about a call while it has no spec yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from anyflex.registry.cached_state import STATE
+from anyflex.registry.forced_backends import names_in_force
+from anyflex.tensors.stand_in import posed_as
+from anyflex.tensors.tensor_facts import architecture, fp32_precision
+from anyflex.tensors.torch_versions import dynamo_constant
+
+if TYPE_CHECKING:
+    from anyflex.contract.backend import Backend
+    from anyflex.contract.decision import Accepted
+    from anyflex.registry.registered_backend import Entry
+
+__all__ = ["plain_backend", "takes_sinks"]
+
+
+def plain_backend(
+    device: torch.device, dtype: torch.dtype, backend: str | None
+) -> tuple[Entry, Backend, Accepted] | None:
+    """Return the backend that takes a plain call, forward and backward, and its decision.
+
+    Args:
+        device, dtype: of query.
+        backend: the ``backend=`` argument, or None.
+
+    Returns:
+        None where nobody takes it: the call itself raises, with its own spec.
+    """
+    from anyflex.contract.spec import Spec
+    from anyflex.errors import AnyflexError
+    from anyflex.registry.backend_choice import Choice
+
+    try:
+        device_type, arch = posed_as(device) or (device.type, architecture(device))
+    except (RuntimeError, AssertionError):  # torch's errors for a device that isn't here
+        return None  # fake tensors may be on one
+    plain = Spec(
+        device_type,
+        arch,
+        dtype,
+        64,
+        64,
+        needs_lse=True,
+        gradients=("q", "k", "v"),
+        fp32_precision=fp32_precision(dtype, device_type),
+    )
+    try:
+        choice = Choice(plain, names_in_force(backend), backend, ())
+        for entry in choice.candidates:
+            answer = choice.ask(entry)
+            if answer.decision is not None and answer.state.backend is not None:
+                return entry, answer.state.backend, answer.decision
+    except (AnyflexError, torch.OutOfMemoryError):
+        pass
+    return None
+
+
+_takes_sinks: dict[tuple[object, ...], bool] = {}
+
+
+# Compiled programs keep the result. A stale one changes who applies the sinks, not the results.
+@dynamo_constant
+def takes_sinks(device: torch.device, dtype: torch.dtype, backend: str | None) -> bool:
+    """Whether a call's kernel is one that has sinks, to judge by who takes a plain call.
+
+    Where another backend has to take the call, it must know sinks too, as the reference does.
+
+    Args:
+        device, dtype: of query.
+        backend: the ``backend=`` argument, or None.
+    """
+    key = device, dtype, backend, names_in_force(backend), posed_as(device), STATE.generation
+    known = _takes_sinks.get(key)
+    if known is None:
+        taker = plain_backend(device, dtype, backend)
+        if len(_takes_sinks) >= 64:
+            _takes_sinks.clear()
+        known = taker is not None and "sinks" in taker[1].capabilities.known_fields
+        _takes_sinks[key] = known
+    return known
