@@ -67,9 +67,12 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const column_rows& key
                     acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
             }
         }
+    // Unrolled, so that no index of the sums is a variable: they would be in memory.
     for (; d < dim; d += VL)
+        AF_UNROLL
         for (int i = 0; i < K; ++i) {
             const vf x = fetch({k[i], key.row, key.col, DTYPE}, 0, d, dim - d);
+            AF_UNROLL
             for (int r = 0; r < R; ++r)
                 acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
         }

@@ -71,19 +71,15 @@ AF_INLINE matrix key_rows(const af_problem& p, const af_tensor& t, int32_t dtype
 struct column_rows {
     const char* const* blocks;
     int shift;
-    int64_t row, col;
+    int64_t row_bytes, row, col;
     int32_t dtype;
 
     AF_INLINE_MEMBER const char* at(int64_t column) const {
         const int64_t into = column & ((int64_t(1) << shift) - 1);
-        return blocks[column >> shift] + into * row * element_bytes(dtype);
+        return blocks[column >> shift] + into * row_bytes;
     }
     // The columns from `column` on that are its neighbours, as rows of a matrix.
     AF_INLINE_MEMBER matrix from(int64_t column) const { return {at(column), row, col, dtype}; }
-    // End of the neighbours of `column`.
-    AF_INLINE_MEMBER int64_t end_of(int64_t column) const {
-        return ((column >> shift) + 1) << shift;
-    }
 };
 
 // The `columns` keys or values of (b, h) from key `first` on. `blocks` has room for an address a
@@ -92,21 +88,21 @@ AF_INLINE column_rows rows_of_columns(const af_problem& p, const af_tensor& t, i
                                       int64_t b, int64_t h, int64_t first, int64_t columns,
                                       const char** blocks) {
     const matrix all = matrix_of(t, dtype, b, h, first);
-    column_rows rows = {blocks, 62, all.row, all.col, dtype};
+    column_rows rows = {blocks, 62, all.row * element_bytes(dtype), all.row, all.col, dtype};
     if (!p.pages.ids) {
         blocks[0] = address(all, 0, 0);
         return rows;
     }
     // Page and first key are multiples of this number.
     rows.shift = __builtin_ctzll(static_cast<uint64_t>(p.pages.size | first));
-    const int64_t block = int64_t(1) << rows.shift, size = element_bytes(dtype);
+    const int64_t block = int64_t(1) << rows.shift;
     int64_t page = first / p.pages.size, into = first % p.pages.size;
     const int64_t last = (p.kv_length - 1) / p.pages.size;
     for (int64_t c = 0, i = 0; c < columns; ++page, into = 0) {
         const int64_t id = p.pages.ids[page < last ? page : last];
         const matrix m = matrix_of(t, dtype, id < 0 || id >= p.pages.count ? 0 : id, h, 0);
         for (; into < p.pages.size && c < columns; into += block, c += block)
-            blocks[i++] = static_cast<const char*>(m.data) + into * m.row * size;
+            blocks[i++] = static_cast<const char*>(m.data) + into * rows.row_bytes;
     }
     return rows;
 }
