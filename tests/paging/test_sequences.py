@@ -95,8 +95,9 @@ class Model:
             return
         assert reserved.request.slots.tolist() == slots
         assert reserved.request.tokens.tolist() == asked
-        assert reserved.starts.tolist() == [len(self.rows[slot]) for slot in slots]
-        assert reserved.lengths.tolist() == [len(self.rows[slot]) + n for slot, n in wanted]
+        buffers = reserved.request.buffers
+        assert buffers.starts.tolist() == [len(self.rows[slot]) for slot in slots]
+        assert buffers.lengths.tolist() == [len(self.rows[slot]) + n for slot, n in wanted]
         assert (reserved.request.total, reserved.request.longest) == (sum(asked), max(asked))
         for source, to in reserved.copies:
             self.happened["copied"] += 1
@@ -223,12 +224,15 @@ def test_a_request_that_was_changed_in_place_is_read_anew() -> None:
     sequences = Sequences(2, 4, 8, 4)
     slot = sequences.open()
     wanted = [(slot, 2)]
-    first, again = sequences.reserve(wanted), sequences.reserve(wanted)
-    wanted[0] = (slot, 3)
-    changed = sequences.reserve(wanted)
-    assert first is not None and again is not None and changed is not None
-    assert first.request is again.request is not changed.request
-    assert [each.lengths.tolist() for each in (first, again, changed)] == [[2], [4], [7]]
+    requests, lengths = [], []
+    for count in (2, 2, 3):
+        wanted[0] = (slot, count)
+        reserved = sequences.reserve(wanted)
+        assert reserved is not None
+        requests.append(reserved.request)
+        lengths.append(reserved.request.buffers.lengths.tolist())
+    assert requests[0] is requests[1] is not requests[2]
+    assert lengths == [[2], [4], [7]]
 
 
 @pytest.mark.parametrize("way", ["trim", "fork"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -220,19 +221,21 @@ class Packed:
                 )
         check_slots("Packed.set", rows, self.page_table)
         rest = capacity - count
-        self._staged.send(
-            [
-                *accumulate(q_lengths, initial=0),
-                *[sum(q_lengths)] * rest,
-                *kv_lengths,
-                *[0] * rest,
-                *rows,
-                # Nobody's slot, so that no mod reads outside of a table by it.
-                *[0] * rest,
-                *[kv - q for q, kv in zip(q_lengths, kv_lengths, strict=True)],
-                *[0] * rest,
-            ]
-        )
+        numbers = [
+            *accumulate(q_lengths, initial=0),
+            *[sum(q_lengths)] * rest,
+            *kv_lengths,
+            *[0] * rest,
+            *rows,
+            # Slot 0, so that no mod reads outside of a table by it.
+            *[0] * rest,
+            *[kv - q for q, kv in zip(q_lengths, kv_lengths, strict=True)],
+            *[0] * rest,
+        ]
+        try:
+            self._staged.send(torch.frombuffer(array("i", numbers), dtype=torch.int32))
+        except (TypeError, OverflowError) as error:
+            fail("ArgumentTypeError", f"lengths and slots must be ints of 32 bits: {error}.")
         self.outdate_steps()
 
     def begin(self) -> Step:
@@ -249,8 +252,7 @@ class Packed:
         written to since the last step."""
         kv_lengths, q_starts = self._given
         self.kv_lengths = self.kv_offsets.diff() if kv_lengths is None else kv_lengths
-        rows = self.q_offsets.diff()
-        self.q_starts = self.kv_lengths - rows if q_starts is None else q_starts
+        self.q_starts = self.kv_lengths - self.q_offsets.diff() if q_starts is None else q_starts
 
 
 def _numbered(q_offsets: Tensor) -> Tensor:
@@ -267,13 +269,14 @@ class Step:
 
     Attributes:
         packed: the batch.
+        captured: it began inside of a captured device graph.
     """
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
         self._changes = packed._changes
         self._on_cpu = packed.device.type == "cpu"
-        self._captured = not in_graph() and is_capturing(packed.device.type)
+        self.captured = not (self._on_cpu or in_graph() or not is_capturing(packed.device.type))
         # Keys name what a value is and what it depends on beside the batch.
         self._kept: dict[tuple[Any, ...], Any] = {}
 
@@ -293,8 +296,8 @@ class Step:
         # Nothing captures a CPU's work.
         if self._on_cpu or in_graph():
             return
-        if self._captured != is_capturing(self.packed.device.type):
-            began, used = ("inside", "outside") if self._captured else ("outside", "inside")
+        if self.captured != is_capturing(self.packed.device.type):
+            began, used = ("inside", "outside") if self.captured else ("outside", "inside")
             fail(
                 "GraphCaptureError",
                 f"step: it began {began} of a captured device graph and is used {used}: what it "

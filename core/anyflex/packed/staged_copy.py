@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from anyflex.errors import ArgumentTypeError
 
 __all__ = ["StagedCopy"]
 
@@ -33,21 +29,15 @@ class StagedCopy:
                 buffer = torch.empty(target.shape, dtype=torch.int32, pin_memory=True)
                 self._buffers.append((buffer, torch.Event(target.device)))
 
-    def send(self, numbers: Sequence[int]) -> None:
-        """Write `numbers` to the start of the target, in the order of the current stream."""
-        try:
-            values = torch.frombuffer(array("i", numbers), dtype=torch.int32)
-        except (TypeError, OverflowError) as error:
-            raise ArgumentTypeError(f"lengths and slots must be ints of 32 bits: {error}.") from (
-                error
-            )
-        target = self._target[: values.shape[0]]
+    def send(self, numbers: Tensor) -> None:
+        """Write `numbers`, int32 [n] on the host, to the target, in the order of the current
+        stream."""
         if not self._buffers:
-            target.copy_(values)
+            self._target.copy_(numbers)
             return
         buffer, event = self._buffers[self._turn]
         self._turn = 1 - self._turn
         event.synchronize()
-        staged = buffer[: values.shape[0]].copy_(values)
-        target.copy_(staged, non_blocking=True)
-        event.record(torch.accelerator.current_stream(target.device))
+        buffer.copy_(numbers)
+        self._target.copy_(buffer, non_blocking=True)
+        event.record(torch.accelerator.current_stream(self._target.device))

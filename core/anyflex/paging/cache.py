@@ -15,7 +15,7 @@ from anyflex.packed.packed import Step
 from anyflex.paging.append_arguments import check_layer, check_rows
 from anyflex.paging.append_op import append_op
 from anyflex.paging.append_rows import append_rows
-from anyflex.paging.places import token_places, token_positions
+from anyflex.paging.places import decoding_places, token_places, token_positions
 from anyflex.paging.sequences import Reserved, Sequences
 from anyflex.paging.step_numbers import StepNumbers
 from anyflex.paging.storage import STORAGES, bytes_of
@@ -284,12 +284,9 @@ class PagedKVCache:
         key_pool, value_pool, key_scale, value_scale = pools = self._of_layer(layer)
         tokens = check_rows(key, value, pools, self.dtype, least)
         step.check()
-        pages, _, size, _ = key_pool.shape
-        page, row = step.keep(
-            ("places", tokens), token_places, step.packed, tokens, pages - 1, size
-        )
+        page, row = step.keep(("places", tokens), self._places, step, tokens)
         if in_graph():
-            append_op(*pools, key, value, page * size + row, drops=False)
+            append_op(*pools, key, value, page * key_pool.shape[2] + row, drops=False)
         else:
             append_rows(((key_pool, key_scale, key), (value_pool, value_scale, value)), page, row)
 
@@ -355,6 +352,16 @@ class PagedKVCache:
     def _outdate_steps(self) -> None:
         for batch in self._numbers.batches:
             batch.outdate_steps()
+
+    def _places(self, step: Step, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return page and row of each new token."""
+        _, pages, _, size, _ = self.key.shape
+        # A captured graph and a compiled program serve other steps too.
+        if not (in_graph() or step.captured) and self._reserved is not None:
+            request = self._reserved.request
+            if request.feeds_one_each() and request.total == tokens:
+                return decoding_places(step.packed, tokens, size)
+        return token_places(step.packed, tokens, pages, size)
 
     def _layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         key, value, key_scale, value_scale = self._pools

@@ -8,7 +8,7 @@ from torch import Tensor
 from anyflex.packed.packed import Packed
 from anyflex.packed.row_tables import row_owners
 
-__all__ = ["token_places", "token_positions"]
+__all__ = ["decoding_places", "token_places", "token_positions"]
 
 
 def token_positions(packed: Packed, tokens: int) -> Tensor:
@@ -35,6 +35,15 @@ def token_places(packed: Packed, tokens: int, pages: int, page_size: int) -> tup
     page = table[slot.clamp(0, rows - 1), column.clamp(0, columns - 1)]
     live = live & (page >= 0) & (page < pages)
     return torch.where(live, page, pages).long(), (position % page_size).long()
+
+
+def decoding_places(packed: Packed, tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return `token_places` of a batch whose first `tokens` sequences feed one token each, with a
+    page for it, and whose others feed none."""
+    assert packed.page_table is not None
+    position, slot = packed.q_starts[:tokens], packed.slots[:tokens]
+    page = packed.page_table[slot, position // page_size]
+    return page.long(), (position % page_size).long()
 
 
 def _positions(packed: Packed, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,6 +26,29 @@ _CLOSED = -1
 """Room of a slot that isn't open: any step looks at it closer."""
 
 
+class Buffers:
+    """Numbers of a request's sequences at one step.
+
+    Args:
+        count: N.
+
+    Attributes:
+        starts, lengths: int32 [N], length of each sequence before and after.
+        rooms: int32 [N], length up to which a sequence can grow.
+        crowded: N bytes, 1 for a sequence that is to grow beyond it.
+        crowded_tensor: a view of them, bool [N].
+    """
+
+    def __init__(self, count: int) -> None:
+        self.starts, self.lengths, self.rooms = torch.empty(3, count, dtype=torch.int32).unbind(0)
+        self.crowded = bytearray(count)
+        self.crowded_tensor = (
+            torch.frombuffer(self.crowded, dtype=torch.bool)
+            if count
+            else torch.empty(0, dtype=torch.bool)
+        )
+
+
 class Request(NamedTuple):
     """Sequences that want to grow, in their order in the batch.
 
@@ -34,6 +58,7 @@ class Request(NamedTuple):
         tokens: int32 [N], new tokens of each.
         total: sum of the tokens.
         longest: largest of them.
+        buffers: memory that each step writes again.
     """
 
     counts: dict[int, int]
@@ -41,21 +66,23 @@ class Request(NamedTuple):
     tokens: Tensor
     total: int
     longest: int
+    buffers: Buffers
+
+    def feeds_one_each(self) -> bool:
+        """Tell whether each sequence gets one token, as in decoding."""
+        return self.longest == 1 and self.total == len(self.counts)
 
 
 class Reserved(NamedTuple):
     """Room for the new tokens of one step.
 
     Args:
-        request: the same object as the last step's, if it asks for the same.
-        starts: int32 [N] on the host, length of each sequence before.
-        lengths: int32 [N], with the new tokens.
+        request: the same object as the last step's, if it asks for the same; its buffers hold
+            this step's numbers.
         copies: (from, to): pages to be copied before anything is written.
     """
 
     request: Request
-    starts: Tensor
-    lengths: Tensor
     copies: list[tuple[int, int]]
 
 
@@ -80,8 +107,8 @@ class Sequences:
         self._rooms = array("i", [_CLOSED]) * slots
         self._length_tensor = torch.frombuffer(self._lengths, dtype=torch.int32)
         self._room_tensor = torch.frombuffer(self._rooms, dtype=torch.int32)
-        self._last_wanted: list[tuple[int, int]] | None = None
-        self._last_request = Request({}, torch.empty(0), torch.empty(0), 0, 0)
+        self._last_wanted: list[tuple[int, ...]] | None = None
+        self._last_request = Request({}, torch.empty(0), torch.empty(0), 0, 0, Buffers(0))
 
     def length(self, slot: int) -> int:
         """Return the number of tokens of an open sequence."""
@@ -169,19 +196,22 @@ class Sequences:
         # Most steps of decoding ask for what the last one did, and reading that takes longest.
         if type(wanted) is not list or wanted != self._last_wanted:
             self._last_request = self._read(wanted)
-            self._last_wanted = [(slot, count) for slot, count in wanted]
+            # Pairs that are tuples are compared by their identity first.
+            self._last_wanted = [tuple(pair) for pair in wanted]
         request = self._last_request
-        starts = self._length_tensor.index_select(0, request.slots)
-        lengths = starts + request.tokens
-        crowded = lengths > self._room_tensor.index_select(0, request.slots)
-        growing = request.slots.masked_select(crowded).tolist()
+        slots, buffers = request.slots, request.buffers
+        torch.index_select(self._length_tensor, 0, slots, out=buffers.starts)
+        torch.add(buffers.starts, request.tokens, out=buffers.lengths)
+        torch.index_select(self._room_tensor, 0, slots, out=buffers.rooms)
+        torch.gt(buffers.lengths, buffers.rooms, out=buffers.crowded_tensor)
+        growing = list(compress(request.counts, buffers.crowded))
         copies: list[tuple[int, int]] = []
         if growing:
             if self._pages_needed(growing, request.counts) > self.owners.available:
                 return None
             copies = self._give_pages(growing, request.counts)
-        self._length_tensor.index_copy_(0, request.slots, lengths)
-        return Reserved(request, starts, lengths, copies)
+        self._length_tensor.index_copy_(0, slots, buffers.lengths)
+        return Reserved(request, copies)
 
     def _read(self, wanted: Sequence[tuple[int, int]]) -> Request:
         """Check a request's form, and make tensors of it."""
@@ -199,7 +229,7 @@ class Sequences:
             self._refuse(wanted)
         if least < 0 or longest > most:
             self._refuse(wanted)
-        return Request(counts, slots, tokens, sum(counts.values()), longest)
+        return Request(counts, slots, tokens, sum(counts.values()), longest, Buffers(count))
 
     def _pages_needed(self, slots: list[int], counts: dict[int, int]) -> int:
         """Number of pages that sequences need to grow, copies of shared ones included."""

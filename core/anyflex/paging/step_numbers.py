@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -38,17 +37,20 @@ class StepNumbers:
         # page table, and pages to be copied.
         self._numbers = 4 * slots + 1
         self._most_changes = max(slots, 256)
-        size = self._numbers + 2 * self._most_changes + 2 * slots
-        self._host = array("i", [0]) * size
-        self._moved = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staged = StagedCopy(self._moved)
-        self._last: Request | None = None
-        parts = [slots + 1, slots, slots, slots]
-        host = torch.frombuffer(self._host, dtype=torch.int32)
-        self._host_parts = torch.split(host[: self._numbers], parts)
-        offsets, lengths, owners, starts = torch.split(self._moved[: self._numbers], parts)
+        parts = [slots + 1, slots, slots, slots, *[self._most_changes] * 2, slots, slots]
+        self._host = array("i", [0]) * sum(parts)
+        self._host_tensor = torch.frombuffer(self._host, dtype=torch.int32)
+        moved = torch.zeros(sum(parts), dtype=torch.int32, device=device)
+        self._staged = StagedCopy(moved)
+        self._host_parts = torch.split(self._host_tensor, parts)[:4]
+        offsets, lengths, owners, starts, *self._changed, sources, targets = torch.split(
+            moved, parts
+        )
+        self._copied = sources, targets
         for part in (self._host_parts[2], owners):
             part.copy_(torch.arange(slots))
+        self._last: Request | None = None
+        self._of_last: tuple[Tensor, ...] = ()
         self.batches = [
             Packed(
                 offsets,
@@ -64,7 +66,10 @@ class StepNumbers:
 
     def batch(self, longest: int) -> Packed:
         """Return the batch for steps in which no sequence has more new tokens."""
-        return next(batch for batch in self.batches if longest <= batch.max_q)
+        for batch in self.batches:
+            if longest <= batch.max_q:
+                return batch
+        raise AssertionError("the last class has the longest sequence that there can be")
 
     def send(self, reserved: Reserved, changes: dict[int, int], pools: list[Tensor]) -> None:
         """Write a step's numbers, the changed entries of the page table, and copies of pages.
@@ -74,36 +79,53 @@ class StepNumbers:
             pools: [layers, P, ...], all in which a page is copied.
         """
         self._write(reserved)
-        sources, targets = zip(*reserved.copies, strict=True) if reserved.copies else ((), ())
-        entries = iter(changes.items())
+        if not changes and not reserved.copies:
+            self._staged.send(self._host_tensor)
+            return
+        places, pages = [*changes], [*changes.values()]
         # There is a second round only where many forks and long prefixes meet in one step.
-        for _ in range(max(1, -(-len(changes) // self._most_changes))):
-            some = dict(islice(entries, self._most_changes))
-            more = array("i", [*some, *some.values(), *sources, *targets])
-            end = self._numbers + len(more)
-            self._host[self._numbers : end] = more
-            self._staged.send(self._host[:end])
-            if more:
-                parts = [len(some), len(some), len(sources), len(targets)]
-                moved = self._moved[self._numbers : end]
-                where, page, source, target = torch.split(moved, parts)
-                self._entries.index_copy_(0, where.long(), page)
-                for pool in pools if sources else ():
-                    pool.index_copy_(1, target.long(), pool.index_select(1, source))
+        for begin in range(0, max(1, len(places)), self._most_changes):
+            some = slice(begin, begin + self._most_changes)
+            self._stage(places[some], pages[some], reserved.copies)
+            self._staged.send(self._host_tensor)
+            if places:
+                place, page = self._changed
+                self._entries.index_put_((place,), page)
+        if reserved.copies:
+            source, target = (part[: len(reserved.copies)].long() for part in self._copied)
+            for pool in pools:
+                pool.index_copy_(1, target, pool.index_select(1, source))
         changes.clear()
+
+    def _stage(self, places: list[int], pages: list[int], copies: list[tuple[int, int]]) -> None:
+        """Write what moves with a step's numbers into the host's buffer. The last change fills up:
+        it is made again."""
+        at, most = self._numbers, self._most_changes
+        for entries in (places, pages):
+            filled = entries + entries[-1:] * (most - len(entries))
+            self._host[at : at + len(filled)] = array("i", filled)
+            at += most
+        for pages in zip(*copies, strict=True):
+            self._host[at : at + len(pages)] = array("i", pages)
+            at += self.page_table.shape[0]
 
     def _write(self, reserved: Reserved) -> None:
         """Write a step's numbers into the host's buffer."""
-        request, starts, lengths, _ = reserved
+        request = reserved.request
+        buffers = request.buffers
+        if request is not self._last:
+            self._begin(request)
+        kv_lengths, q_starts = self._of_last
+        kv_lengths.copy_(buffers.lengths)
+        q_starts.copy_(buffers.starts)
+
+    def _begin(self, request: Request) -> None:
+        """Write what all steps of a request have in common."""
         count, slots = len(request.counts), self.page_table.shape[0]
         q_offsets, kv_lengths, owners, q_starts = self._host_parts
-        kv_lengths[:count].copy_(lengths)
-        q_starts[:count].copy_(starts)
-        if request is self._last:
-            return
-        self._last = request
         torch.cumsum(request.tokens, 0, dtype=torch.int32, out=q_offsets[1 : count + 1])
         owners[:count].copy_(request.slots)
         if count < slots:  # the others have no rows and no keys
             q_offsets[count + 1 :].fill_(request.total)
             kv_lengths[count:].fill_(0)
+        self._last, self._of_last = request, (kv_lengths[:count], q_starts[:count])
