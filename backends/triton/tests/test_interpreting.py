@@ -54,8 +54,8 @@ from anyflex.testing import posing
 from anyflex_triton.backend import TritonBackend
 
 torch.manual_seed(0)
-tensors = [torch.randn(1, 2, rows, 16, requires_grad=True) for rows in (70, 90, 90)]
-mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 70, 90, BLOCK_SIZE=32)
+tensors = [torch.randn(1, 1, rows, 16, requires_grad=True) for rows in (40, 50, 50)]
+mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 40, 50, BLOCK_SIZE=16)
 with isolated(), posing("cuda"):
     register("cuda.mine", TritonBackend)
     soft = lambda s, b, h, q, k: 20 * torch.tanh(s / 20) - (q - k).abs()

@@ -128,7 +128,7 @@ def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> 
 
 @pytest.mark.parametrize(
     ("dims", "scattered"),
-    [((192, 128), False), ((160, 192), True), ((72, 136), False)][:: 1 if SOAK else 2],
+    [((160, 192), True), *([((192, 128), False), ((72, 136), False)] if SOAK else [])],
 )
 def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered: bool) -> None:
     """Rows of another document have values that must not be seen, in the last part of columns."""
@@ -293,7 +293,7 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(
     torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3, equal_nan=True)
 
 
-@pytest.mark.parametrize("length", [128, 192, 200])
+@pytest.mark.parametrize("length", [128, 192, 200] if SOAK else [128, 200])
 @pytest.mark.parametrize("table", ["exact", "longer", "every second", "last dimension of two"])
 def test_a_table_is_read_where_it_lies(length: int, table: str) -> None:
     """Lengths end where tiles do or elsewhere; indices stay inside or don't."""
@@ -500,7 +500,7 @@ def test_largest_scores_and_sums_in_parts_are_right(
         return replace(found, block_n=block_n, overlap=overlap, parts=True)
 
     monkeypatch.setattr("anyflex_triton.kernel_signatures.config_for", in_parts)
-    query, key, value = (randn(1, 2, length, 16).half() for length in (200, keys, keys))
+    query, key, value = (randn(1, 1, length, 16).half() for length in (200, keys, keys))
     key *= torch.linspace(0, 3, keys)[:, None]
     value[0, 0, 70, 3] = torch.inf
 
