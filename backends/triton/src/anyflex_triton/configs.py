@@ -17,7 +17,7 @@ __all__ = [
     "around",
     "config_for",
     "fitted",
-    "with_all_registers",
+    "for_sequences",
     "with_tile",
 ]
 
@@ -397,13 +397,24 @@ def with_tile(
     )
 
 
-def with_all_registers(config: Config, target: Target) -> Config:
-    """Return the config of a kernel that takes more registers than the table's, for up to 8
-    warps."""
-    if target not in ("hopper", "ampere", "blackwell"):
-        return config
-    more = (*_without_limit(config.options), ("maxnreg", _ALL_REGISTERS))
-    return replace(config, options=replace(config.options, more=more))
+def for_sequences(config: Config, target: Target, is_paged: bool) -> Config:
+    """Return the config of a kernel of packed sequences.
+
+    Args:
+        config: a dense call's.
+        is_paged: keys lie in pages.
+    """
+    options = config.options
+    if is_paged:
+        # Triton loads a page's id as many steps before its rows as rows before their products. So
+        # there are as many tiles in flight as without pages.
+        options = replace(options, num_stages=2 * options.num_stages - 1)
+    if target in ("hopper", "ampere", "blackwell"):
+        # Addresses of pages take some registers, and without a limit ptxas spills a few, for up to
+        # 8 warps.
+        more = (*_without_limit(options), ("maxnreg", _ALL_REGISTERS))
+        options = replace(options, more=more)
+    return replace(config, options=options)
 
 
 def _without_limit(options: Options) -> tuple[tuple[str, object], ...]:

@@ -31,7 +31,7 @@ from anyflex_triton.configs import (
     around,
     config_for,
     fitted,
-    with_all_registers,
+    for_sequences,
     with_tile,
 )
 from anyflex_triton.dependent_launch import overlaps
@@ -306,8 +306,7 @@ class Programs:
             kind = "decode" if few else name
             first = config_for(self.target, kind, self._traits)
             if self.is_packed:
-                # Addresses of pages take some, and without a limit ptxas spills a few.
-                first = with_all_registers(first, self.target)
+                first = for_sequences(first, self.target, self.spec.page_size > 0)
             first = self._allowed(name, first)
             tried = around(name, first) if self.tuner is not None else []
             if self.is_finer and name != "decode":
