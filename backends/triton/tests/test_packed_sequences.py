@@ -13,7 +13,7 @@ from soak import SOAK
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import Call, Outputs, isolated, register
+from anyflex.plugin import Accepted, Call, Outputs, Spec, isolated, register
 from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
@@ -136,9 +136,16 @@ def wanted(
     return out, lse, highest
 
 
+def poison(like: Tensor) -> Tensor:
+    """Return NaN of a tensor's shape and type, or the lowest integer."""
+    if not like.is_floating_point():
+        return torch.full_like(like, torch.iinfo(like.dtype).min)
+    return torch.full(like.shape, torch.nan).to(like.dtype)
+
+
 def pooled(packed: Tensor, page: int, table: Tensor, pages: int) -> Tensor:
-    """Return a pool whose other rows are NaN."""
-    pool = packed.new_full((pages, packed.shape[1], page, packed.shape[2]), torch.nan)
+    """Return a pool whose other rows are poison."""
+    pool = poison(packed[:1, :, None].expand(pages, -1, page, -1))
     for i, (begin, length) in enumerate(
         zip(offsets(KV_LENGTHS).tolist(), KV_LENGTHS, strict=False)
     ):
@@ -221,6 +228,104 @@ def test_pages(name: str, page: int, gpu: list[str]) -> None:
     )
     compare(attend(q, k, v, batch, MODS[name]), expected, 2e-5)
     assert gpu == ["prefill"]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    ("stored", "by", "page", "q_lengths"),
+    [
+        (torch.int8, "token", 16, FEW),
+        (torch.int8, "head", 0, Q_LENGTHS),
+        (torch.float8_e4m3fn, "token", 64, Q_LENGTHS),
+        (torch.float8_e4m3fn, "tensor", 0, FEW),
+    ]
+    + [
+        (stored, by, page, lengths)
+        for stored in (torch.int8, torch.float8_e4m3fn)
+        for by in ("tensor", "head", "token")
+        for page in (0, 16, 48, 64)
+        for lengths in (FEW, Q_LENGTHS)
+    ]
+    * SOAK,
+)
+def test_numbers_stored_in_8_bits(
+    stored: torch.dtype, by: str, page: int, q_lengths: list[int], gpu: list[str]
+) -> None:
+    """Rows of nobody, and their scales, are NaN or the lowest number."""
+    mods = MODS["of slots"]
+    q, k, v = given((16, 32), q_lengths)
+    scales = {
+        "tensor": lambda rows: rows.new_tensor(0.03),
+        "head": lambda rows: rows.new_tensor([0.02]),
+        "token": lambda rows: rows.abs().amax(-1) / 127,
+    }
+    k_scale, v_scale = (scales[by](rows) for rows in (k, v))
+    for_rows = [s.expand(k.shape[:-1])[..., None] for s in (k_scale, v_scale)]
+    k, v = (
+        (rows / s).clamp(-127, 127).to(stored) for rows, s in zip((k, v), for_rows, strict=True)
+    )
+    for_key, for_value = (s.double() for s in for_rows)
+    expected = wanted(q, k.double() * for_key, v.double() * for_value, mods, q_lengths)
+    if page:
+        width = -(-max(KV_LENGTHS) // page)
+        table = torch.randperm(7 * width, generator=torch.Generator().manual_seed(0))
+        table = table.view(7, width).to(torch.int32)
+        k, v = (pooled(t, page, table, 7 * width) for t in (k, v))
+        if by == "token":
+            k_scale, v_scale = (
+                pooled(s[..., None], page, table, 7 * width)[..., 0] for s in (k_scale, v_scale)
+            )
+        batch = anyflex.Packed(
+            offsets(q_lengths), int32(KV_LENGTHS), page_table=table, slots=int32(SLOTS)
+        )
+    else:
+        k, v = (torch.cat([t, poison(t[:3])]) for t in (k, v))
+        if by == "token":
+            k_scale, v_scale = (torch.cat([s, poison(s[:3])]) for s in (k_scale, v_scale))
+        batch = anyflex.Packed(
+            offsets(q_lengths), kv_offsets=offsets(KV_LENGTHS), slots=int32(SLOTS)
+        )
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 4e-3)):
+        found = anyflex.flex_attention_packed(
+            q.to(dtype), k, v, batch.begin(), *mods, enable_gqa=True, return_aux=BOTH,
+            backend="cuda.mine", k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        compare(found, expected, tolerance)
+    assert gpu == ["decode" if q_lengths is FEW else "prefill"] * 2
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("q_lengths", [[1, 1], [1, 70]])
+def test_a_scale_that_is_infinite_stays_its_sequence_s(q_lengths: list[int]) -> None:
+    q, scale = drawn(sum(q_lengths), 2, 16, seed=1), torch.full((40, 2), 0.01)
+    k, v = ((drawn(40, 2, 16, seed=seed) * 40).to(torch.int8) for seed in (2, 3))
+    batch = anyflex.Packed(offsets(q_lengths), kv_offsets=offsets([17, 23]))
+
+    def call(v_scale: Tensor) -> Tensor:
+        found = anyflex.flex_attention_packed(
+            q, k, v, batch.begin(), k_scale=scale, v_scale=v_scale, backend="cuda.mine"
+        )
+        assert isinstance(found, Tensor)
+        return found
+
+    infinite = scale.clone()
+    infinite[3] = torch.inf
+    found, plain = call(infinite), call(scale)
+    assert not found[: q_lengths[0]].isfinite().any()
+    assert torch.equal(found[q_lengths[0] :], plain[q_lengths[0] :])
+
+
+def test_an_older_gpu_refuses_float8() -> None:
+    backend = TritonBackend("cuda.triton", "cuda")
+    common = {"q_layout": "packed", "kv_layout": "packed", "q_class": "one"}
+    for arch, storage, taken in (
+        ("sm_80", "int8", True), ("sm_86", "fp8_e4m3", False), ("sm_89", "fp8_e4m3", True),
+        ("sm_100", "fp8_e4m3", True), ("gfx942", "fp8_e4m3", True),
+    ):  # fmt: skip
+        spec = Spec("cuda", arch, torch.bfloat16, 64, 64, kv_storage=storage, **common)
+        decision = backend.supports(spec)
+        assert isinstance(decision, Accepted) == taken
+        assert taken or ("float8_e4m3fn" in decision.reason and "int8" in decision.reason)
 
 
 LENGTHS = [1050, 0, 16, 1, 33]

@@ -49,6 +49,7 @@ _POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.bool: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 BYTES = 16

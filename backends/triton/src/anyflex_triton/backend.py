@@ -35,7 +35,7 @@ __all__ = ["TRIED", "TritonBackend", "checksum_of", "untried_triton"]
 
 _TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
 """Distributions that install the module triton."""
-_LEAST_SM = 80
+_LEAST_SM, _LEAST_FP8_SM = 80, 89
 _OLDEST, _NEWEST = (3, 6), (3, 9)
 TRIED = "3.6 to 3.9"
 """Versions of Triton that the kernels were tried with. The oldest has run, and compiles in the
@@ -64,7 +64,8 @@ class TritonBackend(Backend):
                 torch.float16, torch.bfloat16, torch.float32,
             }
         ),
-        known_fields=CONTRACT_1_FIELDS | {"dropout", "q_layout", "kv_layout", "page_size"},
+        known_fields=CONTRACT_1_FIELDS
+        | {"dropout", "q_layout", "kv_layout", "page_size", "kv_storage"},
     )  # fmt: skip
     options: ClassVar[Mapping[str, Option]] = OPTIONS
 
@@ -124,9 +125,15 @@ class TritonBackend(Backend):
         decision = super().supports(spec)
         if isinstance(decision, Rejected) or not spec.arch.startswith("sm_"):
             return decision
-        if int(spec.arch[3:]) < _LEAST_SM:
+        generation = int(spec.arch[3:])
+        if generation < _LEAST_SM:
             return Rejected(
                 f"a GPU of architecture {spec.arch}; Triton compiles for sm_{_LEAST_SM} and above"
+            )
+        if spec.kv_storage == "fp8_e4m3" and generation < _LEAST_FP8_SM:
+            return Rejected(
+                f"keys in float8_e4m3fn on a GPU of architecture {spec.arch}; Triton converts "
+                f"them on sm_{_LEAST_FP8_SM} and above. int8 is taken"
             )
         return decision
 

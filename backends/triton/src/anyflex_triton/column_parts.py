@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.tiles import (
+    in_type,
     load_paged_rows,
     load_rows,
     load_tile,
     nonfinite,
+    scaled_tile,
     store_rows,
     without_nonfinite,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "load_pointed_rows",
     "load_step_rows",
     "product_of_rows",
+    "rows_times",
     "scaled_rows",
     "store_parts",
     "zeros_of_parts",
@@ -76,11 +79,21 @@ def zeros_of_parts(ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def product_of_rows(a, b, PRECISION: tl.constexpr):
-    """Return a b^T [rows of a, rows of b]."""
-    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    """Return a b^T [rows of a, rows of b], in a's type."""
+    product = tl.dot(a[0], tl.trans(in_type(b[0], a[0].dtype)), input_precision=PRECISION)
     for i in tl.static_range(1, len(a)):
-        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+        of_part = tl.trans(in_type(b[i], a[i].dtype))
+        product = tl.dot(a[i], of_part, product, input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def rows_times(parts, scales, dtype: tl.constexpr):
+    """Apply `tiles.scaled_tile` to each part."""
+    found = ()
+    for i in tl.static_range(len(parts)):
+        found = found + (scaled_tile(parts[i], scales, dtype),)
+    return found
 
 
 @triton.jit

@@ -17,11 +17,14 @@ from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
+    in_type,
+    load_scales,
     load_tile,
     mask_row,
     nonfinite,
     nonfinite_sum,
     rows_of_steps,
+    scaled_tile,
     store_row,
     tensor_at,
     without_nonfinite,
@@ -34,13 +37,20 @@ __all__ = ["combine_kernel", "decode_kernel"]
 
 
 @triton.jit
-def scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION: tl.constexpr):
-    """Return scores [M, N] as `forward.final_scores` does; -inf at dead pairs.
+def scores_of_tile(
+    q, keys, first, columns, end, live, kv_idx, inputs, mods, BOUND: tl.constexpr,
+):
+    """Return scores [M, N] of the keys first + columns as `forward.final_scores` does; -inf at
+    dead pairs.
 
     Args:
+        keys: `HeadRows`. BOUND: some may be past `end`.
         live: [M, N], or None where all pairs are live.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    k = in_type(load_tile(keys, first, columns, end, BOUND), q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=keys.PRECISION)
+    if keys.scales is not None:
+        scores *= load_scales(keys, first, columns, end, BOUND)[None, :]
     if mods.SCORE_MOD is not None:
         scores = mods.SCORE_MOD(
             scores * mods.scale, inputs.b, inputs.h, inputs.q_idx, kv_idx, inputs.tables,
@@ -68,10 +78,10 @@ def weights_of_step(scores, row_max, row_sum, nans, unit):
 @triton.jit
 def decode_kernel(
     query, key, value, partial_out, offsets, ends, runs, q_strides, k_strides, v_strides,
-    mask_strides, tables, ints, floats, shifts, scale, dropout, sequences, sums_at, heads,
-    q_length, kv_length, splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, KV_BLOCK: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    PACKED: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
+    mask_strides, tables, ints, floats, shifts, scale, dropout, sequences, k_scale, v_scale,
+    sums_at, heads, q_length, kv_length, splits, split_length, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, KV_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
     LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -141,8 +151,8 @@ def decode_kernel(
         DESCRIBED, False,
     )
     if sequences is not None:
-        keys = keys_of_sequence(keys, sequences, own, PAGE)
-        values = keys_of_sequence(values, sequences, own, PAGE)
+        keys = keys_of_sequence(keys, sequences, own, k_scale, kv_head, PAGE)
+        values = keys_of_sequence(values, sequences, own, v_scale, kv_head, PAGE)
     inputs = ModInputs(
         b=mod_b, h=head[:, None] + shifts[1], q_idx=row[:, None] + q_shift, kv_idx=None,
         tables=tables,
@@ -181,15 +191,25 @@ def decode_kernel(
         for step in range(steps):
             first = begin + step * BLOCK_N
             places = first + columns
-            k = load_tile(keys, first, columns, 0, False)
             v = load_tile(values, first, columns, 0, False)
+            kv_idx = places[None, :] + shifts[3]
             scores = scores_of_tile(
-                q, k, None, places[None, :] + shifts[3], inputs, mods, PRECISION,
+                q, keys, first, columns, 0, None, kv_idx, inputs, mods, False,
             )
             weights, alpha, row_max, row_sum, nans = weights_of_step(
                 scores, row_max, row_sum, nans, unit,
             )
-            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            if values.scales is not None:
+                of_values = load_scales(values, first, columns, 0, False)
+                if q.dtype == tl.float16:
+                    # Weights times small scales have few bits in this type.
+                    v = scaled_tile(v, of_values, q.dtype)
+                else:
+                    weights *= of_values[None, :]
+            acc = tl.dot(
+                weights.to(q.dtype), in_type(v, q.dtype), acc * alpha[:, None],
+                input_precision=PRECISION,
+            )
 
     for r in range(run, last_run):
         if HAS_MASK:
@@ -206,8 +226,10 @@ def decode_kernel(
             full = True
         for first in range(begin, end, BLOCK_N):
             places = first + columns
-            k = load_tile(keys, first, columns, end, True)
             v = load_tile(values, first, columns, end, True)
+            if values.scales is not None:
+                # This loop looks for non-finite values, of which there are stored ones and scales.
+                v = scaled_tile(v, load_scales(values, first, columns, end, True), q.dtype)
             kv_idx = tl.minimum(places, kv_length - 1)[None, :] + shifts[3]
             live = (places < end)[None, :] & inside[:, None]
             if MASK_MOD is not None:
@@ -215,7 +237,9 @@ def decode_kernel(
                     inputs.b, inputs.h, inputs.q_idx, kv_idx, inputs.tables, ints, floats,
                 )
                 live = live & (full | seen)
-            scores = scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION)
+            scores = scores_of_tile(
+                q, keys, first, columns, end, live, kv_idx, inputs, mods, True,
+            )
             live = live & (scores != float("-inf"))
             weights, alpha, row_max, row_sum, nans = weights_of_step(
                 scores, row_max, row_sum, nans, unit,

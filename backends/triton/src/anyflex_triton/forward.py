@@ -16,6 +16,7 @@ from anyflex_triton.column_parts import (
     load_pointed_rows,
     load_step_rows,
     product_of_rows,
+    rows_times,
     scaled_rows,
     zeros_of_parts,
 )
@@ -32,6 +33,7 @@ from anyflex_triton.tiles import (
     indices,
     is_far,
     load_part,
+    load_scales,
     long_steps,
     mask_row,
     masked_scores,
@@ -41,6 +43,7 @@ from anyflex_triton.tiles import (
     place_of_tile,
     rows_by_pointers,
     rows_of_steps,
+    scaled_tile,
     store_part,
     store_rows,
     tensor_at,
@@ -162,9 +165,17 @@ def added_to_rows(row_sum, weights, alpha, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_values(acc, step, values, first, columns, end, BOUND: tl.constexpr):
-    """Return acc after the values of one step are added."""
+def add_values(
+    acc, step, values, first, columns, end, dtype: tl.constexpr, BOUND: tl.constexpr
+):
+    """Return acc after the values of one step are added.
+
+    Args:
+        dtype: of query, that of values which aren't stored in it.
+    """
     v = load_step_rows(values, first, columns, end, BOUND)
+    if values.scales is not None:
+        v = rows_times(v, load_scales(values, first, columns, end, BOUND), dtype)
     scaled = scaled_rows(acc, step.alpha)
     return add_products(scaled, step.weights.to(v[0].dtype), v, values.PRECISION)
 
@@ -196,8 +207,10 @@ def forward_step(
     tables = inputs.tables
     k = load_step_rows(keys, first, columns, end, BOUND)
     raw = product_of_rows(q, k, keys.PRECISION)
+    if keys.scales is not None:
+        raw *= load_scales(keys, first, columns, end, BOUND)[None, :]
     if OVERLAP:
-        acc = add_values(acc, step, values, before, columns, end, BOUND)
+        acc = add_values(acc, step, values, before, columns, end, q[0].dtype, BOUND)
     places = first + columns
     kv_idx = indices(
         first, columns, kv_length, mods.shifts[3], BOUND, mods.SCORE_MOD is not None,
@@ -228,17 +241,18 @@ def forward_step(
         weights = tl.where(kept_pairs(inputs.dropout, kv_idx[None, :]), weights, 0.0)
     made = StepWeights(weights=weights, alpha=alpha)
     if not OVERLAP:
-        acc = add_values(acc, made, values, first, columns, end, BOUND)
+        acc = add_values(acc, made, values, first, columns, end, q[0].dtype, BOUND)
     return Softmax(row_max=row_max, base=base, row_sum=row_sum, nans=nans, acc=acc), made
 
 
 @triton.jit
 def careful_step(
-    acc, row_max, highest, row_sum, q, keys, values, inputs, mods, places, end, kv_length, columns,
+    acc, row_max, highest, row_sum, q, keys, values, inputs, mods, first, end, kv_length, columns,
     full,
 ):
-    """Return (acc, highest, row_sum) after one more careful step: the largest score, and sums of
-    values and weights relative to `row_max`. Non-finite values reach only the rows that see them.
+    """Return (acc, highest, row_sum) after one more careful step, of the FEW keys from `first` on:
+    the largest score, and sums of values and weights relative to `row_max`. Non-finite values
+    reach only the rows that see them.
 
     Args:
         acc: [M, C], for `columns` of the values.
@@ -247,11 +261,15 @@ def careful_step(
         keys, values: `HeadRows` by pointers.
     """
     tables = inputs.tables
+    few = tl.arange(0, FEW)
+    places = first + few
     k = load_pointed_rows(keys, places, end)
     kv_idx = tl.minimum(places, kv_length - 1) + mods.shifts[3]
     if mods.READ is not None:
         tables = mods.READ(inputs.b, inputs.h, kv_idx, tables, mods.ints, mods.floats)
     scores = product_of_rows(q, k, keys.PRECISION)
+    if keys.scales is not None:
+        scores *= load_scales(keys, first, few, end, True)[None, :]
     if mods.SCORE_MOD is not None:
         scores = scores * mods.scale
     scores = final_scores(
@@ -262,6 +280,8 @@ def careful_step(
         mods,
     )
     v = load_part(values, places, end, columns)
+    if values.scales is not None:
+        v = scaled_tile(v, load_scales(values, first, few, end, True), q[0].dtype)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(mods.scale, mods.SCORE_MOD))
     row_sum += tl.sum(weights, 1)
@@ -302,7 +322,8 @@ def rounding_of(values, dtype):
 def forward_kernel(
     query, key, value, key_rows, value_rows, out, rest, tops, lse, max_scores, offsets, ends, runs,
     q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
-    shifts, scale, dropout, sequences, batch_heads, heads, q_length, kv_length, tiles, head_group,
+    shifts, scale, dropout, sequences, k_scale, v_scale, batch_heads, heads, q_length, kv_length,
+    tiles, head_group,
     READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
@@ -354,8 +375,8 @@ def forward_kernel(
         BLOCK_N, DESCRIBED, BESIDE[1],
     )
     if sequences is not None:
-        keys = keys_of_sequence(keys, sequences, own, PAGE)
-        values = keys_of_sequence(values, sequences, own, PAGE)
+        keys = keys_of_sequence(keys, sequences, own, k_scale, kv_head, PAGE)
+        values = keys_of_sequence(values, sequences, own, v_scale, kv_head, PAGE)
     q = load_pointed_rows(queries, rows, end_row)
     # Mods see rows past the end as the last row.
     mod_h = h + shifts[1]
@@ -403,7 +424,9 @@ def forward_kernel(
         if OVERLAP:  # noqa: SIM102
             if steps > 0:
                 last = begin + (steps - 1) * BLOCK_N
-                acc = add_values(softmax.acc, step, values, last, columns, 0, False)
+                acc = add_values(
+                    softmax.acc, step, values, last, columns, 0, q[0].dtype, False,
+                )
                 softmax = Softmax(
                     row_max=softmax.row_max, base=softmax.base, row_sum=softmax.row_sum,
                     nans=softmax.nans, acc=acc,
@@ -471,13 +494,12 @@ def forward_kernel(
     # All steps run again, a few keys each and for a part of the values' columns: with all columns
     # at once compilation takes an eighth longer.
     if is_inexact:
-        few = tl.arange(0, FEW)
         PART: tl.constexpr = DV if DV < 32 else 32
         k_rows = rows_by_pointers(key_rows, k_strides, kv_b, kv_head, layouts, 1, DIM, D)
         v_rows = rows_by_pointers(value_rows, v_strides, kv_b, kv_head, layouts, 2, VALUE_DIM, DV)
         if sequences is not None:
-            k_rows = keys_of_sequence(k_rows, sequences, own, PAGE)
-            v_rows = keys_of_sequence(v_rows, sequences, own, PAGE)
+            k_rows = keys_of_sequence(k_rows, sequences, own, k_scale, kv_head, PAGE)
+            v_rows = keys_of_sequence(v_rows, sequences, own, v_scale, kv_head, PAGE)
         excess = tl.zeros([BLOCK_M], tl.float32)
         # The first columns run twice: the first time finds the largest scores as these products
         # round them, and its output is overwritten.
@@ -493,7 +515,7 @@ def forward_kernel(
                 for place in tl.range(begin, run_end, FEW, num_stages=1):
                     part, highest, row_sum = careful_step(
                         part, row_max, highest, row_sum, q, k_rows, v_rows, inputs, mods,
-                        place + few, run_end, kv_length, part_columns, run_full,
+                        place, run_end, kv_length, part_columns, run_full,
                     )
             row_max = highest
             part_values = divided(part, row_max, row_sum, inputs.dropout)

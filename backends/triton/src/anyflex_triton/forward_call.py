@@ -206,7 +206,7 @@ def _prefill_launch(
     values["query"], values["key"], values["value"] = tensors[:3]
     values["key_rows"], values["value_rows"] = call.key, call.value
     if call.packed is not None:
-        values["sequences"] = sequences_of(call, call.packed, config.block_m)
+        values |= packed_values(call, call.packed, config.block_m)
     return made.kept(call, key, make).launch(values)
 
 
@@ -215,11 +215,15 @@ def tiles_a_block(packed: PackedRows, tile: int) -> int:
     return max(1, -(-min(packed.max_q, _PACKED_BLOCK) // tile))
 
 
-def sequences_of(call: Call, packed: PackedRows, tile: int) -> tuple[object, ...]:
-    """Return the kernels' argument ``sequences``: pointers, then sizes."""
+def packed_values(call: Call, packed: PackedRows, tile: int) -> dict[str, object]:
+    """Return the kernels' arguments ``sequences``, pointers, then sizes, and the scales."""
     table = packed.page_table
     stand_in = packed.slots
-    return (
+    values: dict[str, object] = {}
+    if call.k_scale is not None and call.v_scale is not None:
+        values["k_scale"] = call.k_scale, *call.k_scale.stride()
+        values["v_scale"] = call.v_scale, *call.v_scale.stride()
+    values["sequences"] = (
         packed.blocks, packed.q_offsets, packed.q_starts, packed.kv_lengths, packed.slots,
         or_else(packed.kv_offsets, stand_in), or_else(table, stand_in),
         or_else(packed.table_rows, stand_in), packed.slots.shape[0],
@@ -227,6 +231,7 @@ def sequences_of(call: Call, packed: PackedRows, tile: int) -> tuple[object, ...
         call.key.shape[2 if table is None else 0], 0 if table is None else table.stride(0),
         0 if table is None else table.shape[0], int(packed.table_rows is not None), packed.max_q,
     )  # fmt: skip
+    return values
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
@@ -285,7 +290,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
     if call.packed is not None:
-        values["sequences"] = sequences_of(call, call.packed, _PACKED_BLOCK)
+        values |= packed_values(call, call.packed, _PACKED_BLOCK)
     (values["partial_out"],) = out.workspace
     return made.kept(call, key, make).launch(values)
 
@@ -327,5 +332,5 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
     (partial_out,) = out.workspace
     own: dict[str, object] = {"partial_out": partial_out, "scale": call.scale}
     if call.packed is not None:
-        own["sequences"] = sequences_of(call, call.packed, _PACKED_BLOCK)
+        own |= packed_values(call, call.packed, _PACKED_BLOCK)
     return made.kept(call, key, make).launch({**own, **output_values(out, partial_out)})

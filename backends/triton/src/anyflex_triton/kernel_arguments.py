@@ -107,7 +107,10 @@ ARGUMENTS = (
               "two words of the seed, threshold, scale: see `dropout.Dropout`; or None"),
     # Packed sequences
     Arguments(("sequences",), ("*i32",) * 8 + ("i32",) * 4 + ("i64",) + ("i32",) * 3,
-              "a packed call's `PackedRows`, as `forward_call.sequences_of` writes them; or None"),
+              "a packed call's `PackedRows`, as `forward_call.packed_values` has it; or None"),
+    Arguments(("k_scale", "v_scale"), ("*fp32", "i64", "i64", "i64"),
+              "where key and value are stored in 8 bits, the scale of each row, and its strides "
+              "(page, head, row); or None"),
     Arguments(("READ_ROWS", "READ_COLUMNS"), None,
               "early reads, or None; with them SCORE_MOD and MASK_MOD are the functions of read"),
     Arguments(("SCORE_MOD", "SCORE_MOD_BACKWARD", "CAPTURED_GRADIENTS", "MASK_MOD"), None,

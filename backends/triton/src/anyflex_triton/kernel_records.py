@@ -16,6 +16,7 @@ __all__ = [
     "RowLayouts",
     "RowResults",
     "RowValues",
+    "Scales",
 ]
 
 
@@ -44,6 +45,7 @@ class HeadRows:
         PRECISION: input precision of products with these rows.
         pages: `Pages` where the rows are keys of one sequence that lie in pages; then the first
             stride is a page's.
+        scales: `Scales` where the rows are stored in 8 bits.
     """
 
     tensor: Any
@@ -57,6 +59,7 @@ class HeadRows:
     DESCRIBED: Any
     PRECISION: Any
     pages: Any = None
+    scales: Any = None
 
 
 @record
@@ -71,6 +74,19 @@ class Pages:
     table: Any
     last: Any
     SIZE: Any
+
+
+@record
+class Scales:
+    """Scales of the rows of one head, which stored numbers are multiplied by.
+
+    Attributes:
+        base: pointer to the first row's, float32. page, row: strides in elements.
+    """
+
+    base: Any
+    page: Any
+    row: Any
 
 
 @record

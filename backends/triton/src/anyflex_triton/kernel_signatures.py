@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from anyflex.plugin import ArgumentError, Call, Outputs, Spec, free_in_child
@@ -100,6 +101,8 @@ _STRIDES = {
     "rest": "r_strides", "dout": "do_strides", "dq": "dq_strides", "dk": "dk_strides",
     "dv": "dv_strides",
 }  # fmt: skip
+_STORED = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+"""Types of key and value by `Spec.kv_storage`."""
 _KEYS = 3
 """Index of kv_idx among `direct_reads`' arguments."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
@@ -261,6 +264,8 @@ class Programs:
         self.is_packed = spec.q_layout == "packed"
         if not self.is_packed:
             self.constants["sequences"] = None
+        if spec.kv_storage == "plain":
+            self.constants["k_scale"] = self.constants["v_scale"] = None
         self._traits = Traits(
             max(spec.head_dim, spec.value_head_dim),
             spec.dtype.itemsize,
@@ -649,7 +654,11 @@ def key_head_group(call: Call, more: int = 0, splits: int = 1) -> int:
 def _described_types(spec: Spec) -> dict[str, Types]:
     pointer = pointer_type(spec.dtype)
     types = types_of(ARGUMENTS)
-    return {name: pointer if type_ == ELEMENTS else type_ for name, type_ in types.items()}
+    types = {name: pointer if type_ == ELEMENTS else type_ for name, type_ in types.items()}
+    if spec.kv_storage != "plain":
+        stored = pointer_type(_STORED[spec.kv_storage])
+        types |= dict.fromkeys(("key", "value", "key_rows", "value_rows"), stored)
+    return types
 
 
 def _mod_types(spec: Spec) -> dict[str, Types]:

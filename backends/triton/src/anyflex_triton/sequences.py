@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from anyflex_triton.kernel_records import HeadRows, Pages
+from anyflex_triton.kernel_records import HeadRows, Pages, Scales
 from anyflex_triton.records import record
 from anyflex_triton.tiles import store_rows, tensor_at
 
@@ -78,12 +78,13 @@ def sequence_of_tile(
 
 
 @triton.jit
-def keys_of_sequence(rows, sequences, found, PAGE: tl.constexpr):
+def keys_of_sequence(rows, sequences, found, scales, kv_head, PAGE: tl.constexpr):
     """Return `HeadRows` of a sequence's own keys or values.
 
     Args:
-        rows: `HeadRows` of batch entry 0, by pointers.
+        rows: `HeadRows` of batch entry 0 and head `kv_head`, by pointers.
         found: `SequenceTile`.
+        scales: (pointer, strides of page, head and row), or None.
     """
     if PAGE == 0:
         base = rows.base + found.kv_begin.to(tl.int64) * rows.strides[2] * rows.UNIT
@@ -96,10 +97,14 @@ def keys_of_sequence(rows, sequences, found, PAGE: tl.constexpr):
         line = tl.where(named != 0, tl.load(table_rows + found.owner), found.owner)
         line = tl.maximum(tl.minimum(line, height - 1), 0)
         pages = Pages(table=table + line * stride, last=pool - 1, SIZE=PAGE)
+    of_rows = None
+    if scales is not None:
+        first = scales[0] + kv_head.to(tl.int64) * scales[2] + found.kv_begin * scales[3]
+        of_rows = Scales(base=first, page=scales[1], row=scales[3])
     return HeadRows(
         tensor=None, base=base, strides=rows.strides, DIM=rows.DIM, D=rows.D, UNIT=rows.UNIT,
         SCATTERED=rows.SCATTERED, WIDE=rows.WIDE, DESCRIBED=None, PRECISION=rows.PRECISION,
-        pages=pages,
+        pages=pages, scales=of_rows,
     )
 
 
