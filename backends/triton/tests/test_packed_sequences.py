@@ -204,6 +204,24 @@ def test_packed_keys_whose_numbers_the_host_knows(gpu: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("on_device")
+def test_positions_before_the_first_key_wrap_in_tables(gpu: list[str]) -> None:
+    """Neither they nor slots lead outside of a table, whatever a device's numbers are."""
+    table = drawn(3, 9, seed=6)
+
+    def by_row(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[b, q_idx]
+
+    q, k, v = drawn(4, 2, 16, seed=1), drawn(2, 1, 16, seed=2), drawn(2, 1, 16, seed=3)
+    batch = anyflex.Packed(int32([0, 4]), kv_offsets=int32([0, 2]), slots=int32([1]))
+    batch.slots.fill_(-2)
+    _, aux = attend(q, k, v, batch, (by_row, None))
+    scores = torch.einsum("qhd,kd->qhk", q.double(), k[:, 0].double()) / 4
+    lse = scores.logsumexp(-1) + table[-2, torch.tensor([-2, -1, 0, 1])][:, None]
+    torch.testing.assert_close(aux.lse.double(), lse, rtol=0, atol=2e-5)
+    assert gpu == ["decode"]
+
+
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(
     ("name", "page"),
     [("of slots", 1), ("plain", 16), ("of slots", 48), ("causal", 64)]

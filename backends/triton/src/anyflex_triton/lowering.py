@@ -65,13 +65,13 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 def _ranges(nodes: Sequence[Node], spec: Spec) -> dict[Node, IntegerRange]:
     """Return the known ranges of integers and bools."""
-    indices = IntegerRange(0, LONGEST[spec.index_width] + (1 << 10) - 1)
-    heads = IntegerRange(0, MOST_HEADS - 1)
-    rows = indices
+    longest = LONGEST[spec.index_width] + (1 << 10)
+    indices, heads = IntegerRange(0, longest - 1), IntegerRange(0, MOST_HEADS - 1)
+    inputs = {"b": heads, "h": heads, "q_idx": indices, "kv_idx": indices}
     if spec.q_layout == "packed":
-        # A sequence of more rows than keys begins before its first key.
-        rows = IntegerRange(-indices.high, indices.high)
-    inputs = {"b": heads, "h": heads, "q_idx": rows, "kv_idx": indices}
+        # The user's numbers on a device, which nobody has looked at.
+        inputs["b"] = IntegerRange(-MOST_HEADS, MOST_HEADS - 1)
+        inputs["q_idx"] = IntegerRange(-longest, longest - 1)
     found = zip(nodes, integer_ranges(nodes, inputs), strict=True)
     return {node: range_ for node, range_ in found if range_ is not None}
 
@@ -551,7 +551,8 @@ TRITON: Lowering[ModProgram, str] = Lowering(
 
 def direct_reads(spec: Spec) -> frozenset[DirectRead]:
     """Return the reads that a call must check before it takes functions that are `within`
-    (`source_for`). A packed sequence's q_idx may be negative: its reads wrap."""
+    (`source_for`). Their indices are never negative, as b and q_idx of packed sequences may be."""
+    arguments = (1, 3) if spec.q_layout == "packed" else (0, 1, 2, 3)
     found = (
         _read(int(str(node.attribute)), axis, nodes[argument])
         for graph in (spec.score_graph, spec.mask_graph)
@@ -561,8 +562,7 @@ def direct_reads(spec: Spec) -> frozenset[DirectRead]:
         if node.operation == "load"
         for axis, argument in enumerate(node.arguments)
     )
-    wraps = {ARGUMENTS.index("q_idx")} if spec.q_layout == "packed" else set()
-    return frozenset(read for read in found if read is not None and read.argument not in wraps)
+    return frozenset(read for read in found if read is not None and read.argument in arguments)
 
 
 def _read(captured: int, axis: int, index: Node) -> DirectRead | None:
