@@ -20,6 +20,8 @@ pytest.importorskip("triton", reason="there is no Triton to interpret with")
 
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.kernel import TritonKernel
+from anyflex_triton.kernel_signatures import Programs
+from anyflex_triton.launch import FixedLaunch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -361,6 +363,32 @@ def decoded(k: Tensor, v: Tensor, table: Tensor, first: int, count: int) -> Any:
     return anyflex.flex_attention_packed(
         query, k, v, batch.begin(), enable_gqa=True, backend="cuda.mine"
     )
+
+
+@pytest.mark.usefixtures("on_device")
+def test_calls_of_one_shape_share_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    fixed_launch = Programs.fixed_launch
+
+    def count(programs: Programs, function: Any, *rest: Any, **more: Any) -> FixedLaunch:
+        made.append(function.__name__)
+        return fixed_launch(programs, function, *rest, **more)
+
+    monkeypatch.setattr(Programs, "fixed_launch", count)
+    k, v = (drawn(330, 2, 16, 16, seed=seed).half() for seed in (5, 6))
+    tables = [
+        torch.randperm(330, generator=torch.Generator().manual_seed(seed)).view(5, 66).int()
+        for seed in (1, 2)
+    ]
+    first = decoded(k, v, tables[0], 0, 5)
+    assert sorted(made) == ["combine_kernel", "decode_kernel"]
+    # Other pages and lengths have the shapes of the first call, fewer sequences have others.
+    other = decoded(k, v, tables[1], 0, 5)
+    assert len(made) == 2 and not torch.equal(first, other)
+    assert torch.equal(decoded(k, v, tables[1], 1, 3), other[1:4])
+    assert len(made) == 4
+    assert torch.equal(decoded(k, v, tables[0], 0, 5), first)
+    assert len(made) == 4
 
 
 @pytest.mark.usefixtures("on_device")

@@ -72,6 +72,7 @@ class Plan:
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
         sinks: () without sinks, else a flag: they need a gradient.
+        packed_kept: `Call.kept` of packed calls.
         mark: identifies this kernel's saved outputs, in any process: a positive signed 64-bit
             integer.
         request: of the plan's calls (`anyflex.runtime.op_request`), for a backward that Dynamo
@@ -94,6 +95,7 @@ class Plan:
         self.spec = compiled.spec
         self.device_type = device.type
         self.kernel = compiled.kernel
+        self.packed_kept: dict[object, Any] = {}
         kind = type(compiled.kernel)
         self.own_backward = compiled.decision.backward == "own"
         self.saves = kind.saved_outputs is not Kernel.saved_outputs
@@ -189,7 +191,7 @@ def plan_for(inputs: Inputs) -> Plan:
         STATE.generation,
     )
     if call.packed is not None:
-        # The number of rows changes with each step: what follows from it isn't worth keeping.
+        # The number of rows changes with each step.
         page_size = key.shape[2] if request.kv_layout == "paged" else 0
         sizes = query.shape[3], value.shape[3], query.shape[1] // key.shape[1], page_size
         packed_class = (facts, (*sizes, key.dtype, q_class(call.packed.max_q)))
