@@ -92,7 +92,7 @@ def decode_kernel(
     Args:
         partial_out: [B, Hq, L, splits, Ev], float32, relative to each split's own row_max; from
             its element `sums_at` on [B, Hq, L, splits, 3]: row_max, row_sum relative to it, and 1
-            if a score is NaN.
+            if a score is NaN. Of a split without keys in a packed sequence only these are written.
     """
     if LEADS:
         let_next_begin()
@@ -129,6 +129,18 @@ def decode_kernel(
     if sequences is not None:
         inside = inside & (row < own.end_row - first_row)
         row = tl.minimum(row, own.end_row - first_row - 1)
+    at = ((b * heads + head).to(tl.int64) * q_length + first_row + row) * splits + split
+    partial_sums = partial_out + sums_at + at * 3
+    split_begin = split * split_length
+    split_end = tl.minimum(split_begin + split_length, kv_length)
+    # A bound cuts the keys: a shorter sequence has none in the last splits. Nested, because one
+    # condition would be no constant's.
+    if sequences is not None:  # noqa: SIM102
+        if split_begin >= split_end:
+            tl.store(partial_sums, float("-inf"), mask=inside)
+            tl.store(partial_sums + 1, 0.0, mask=inside)
+            tl.store(partial_sums + 2, 0.0, mask=inside)
+            return
 
     dims = tl.arange(0, D)
     q_rows = (
@@ -171,8 +183,6 @@ def decode_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    split_begin = split * split_length
-    split_end = tl.minimum(split_begin + split_length, kv_length)
     run, last_run = mask_row(
         offsets, ends, mask_strides, mask_b, first_head, mask_block, HAS_MASK,
     )
@@ -256,11 +266,9 @@ def decode_kernel(
                 # Non-finite values reach only the rows that see them.
                 acc += nonfinite_sum(live, v)
 
-    at = ((b * heads + head).to(tl.int64) * q_length + first_row + row) * splits + split
-    partial_sums = partial_out + sums_at
-    tl.store(partial_sums + at * 3, row_max, mask=inside)
-    tl.store(partial_sums + at * 3 + 1, row_sum, mask=inside)
-    tl.store(partial_sums + at * 3 + 2, nans.to(tl.float32), mask=inside)
+    tl.store(partial_sums, row_max, mask=inside)
+    tl.store(partial_sums + 1, row_sum, mask=inside)
+    tl.store(partial_sums + 2, nans.to(tl.float32), mask=inside)
     value_dims = tl.arange(0, DV)
     if dropout is not None:
         acc *= dropout[3]
@@ -312,6 +320,8 @@ def combine_kernel(
         nan = tl.maximum(nan, tl.max(nans, 0))
         factor = tl.exp2((found - shift) * unit)
         row_sum += tl.sum(tl.where(there, sums * factor, 0.0), 0)
+        if sequences is not None:
+            there = there & ((found != float("-inf")) | (sums != 0.0))
         part = tl.load(
             partial_out + place[:, None] * VALUE_DIM + dims[None, :],
             mask=there[:, None] & (dims < VALUE_DIM)[None, :],
