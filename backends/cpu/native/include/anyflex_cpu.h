@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of a struct below; the Python side refuses another number.
-#define AF_ABI 6
+#define AF_ABI 7
 
 // The last two are types that keys and values may be stored in: int8 and float8_e4m3fn.
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2, AF_I8 = 3, AF_F8 = 4 } af_dtype;
@@ -160,6 +160,9 @@ typedef struct {
     uint32_t dropout_words[2];
     uint32_t dropout_threshold;
     float dropout_scale;
+    // [q_heads], or NULL: one more score a head in each row's softmax, whose value is 0. lse and
+    // max_scores of forward leave it out; the lse that backward reads has it.
+    const float* sinks;
     // One sequence of af_packed_args. Strides 0 of key and value are then from page to page, if
     // pages.ids isn't NULL, and lse and max_scores have `packed_rows` rows a head. Else both are 0.
     af_pages pages;

@@ -56,11 +56,15 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
 // keeps its maximum and its sum.
 static void keep_row_max(const tile_place& at, const large_row_sums& rows) {
     const q_tile& tile = at.operands;
-    const float sign = sign_of_factor(at.args->problem);
+    const af_problem& p = at.args->problem;
+    const float sign = sign_of_factor(p);
     for (int64_t r = 0; r < q_tile_rows; ++r) {
         if (!tile.large[r] || tile.nonfinite_query[r] || rows.row_max[r] == -infinity) continue;
         tile.row_max[r] = rows.row_max[r] * sign;
-        tile.lse[r] = __builtin_log2f(sum_of(rows.row_sum[r]));
+        double whole = sum_of(rows.row_sum[r]);
+        if (p.sinks)
+            whole += __builtin_exp(p.sinks[at.h] - tile.row_max[r] * (p.score ? 1.0 : p.scale));
+        tile.lse[r] = static_cast<float>(__builtin_log2(whole));
     }
 }
 

@@ -19,7 +19,10 @@ static void finish_row(const af_forward_args& args, const score_scale& scale, in
     const int64_t rows = p.packed_rows ? p.packed_rows : p.q_length;
     const int64_t index = (b * p.q_heads + h) * rows + q;
     const float kept = p.dropout_threshold != 0 ? p.dropout_scale : 1.0f;
-    const float inverse = row.row_sum == 0.0f ? 0.0f : kept / row.row_sum;
+    float whole = row.row_sum;
+    if (p.sinks && whole != 0.0f)
+        whole += static_cast<float>(__builtin_exp(p.sinks[h] - natural_base(row.row_max, scale)));
+    const float inverse = row.row_sum == 0.0f ? 0.0f : kept / whole;
     if (p.value_head_dim > 0) {
         const af_tensor& out = args.out;
         char* to = static_cast<char*>(out.data) +

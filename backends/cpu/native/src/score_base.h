@@ -49,13 +49,18 @@ AF_INLINE vf share_of(vf old, vf now, vf factor) {
     return old == now ? splat(1.0f) : exp2(madd(old - now, factor, excess));
 }
 
-// The logarithm of the sum of exp(score) of a row whose weights sum to `row_sum`, relative to
-// `row_max`.
-inline float log_of_sum(float row_max, float row_sum, const score_scale& scale) {
+// The score whose weight relative to `row_max` is 1.
+inline double natural_base(float row_max, const score_scale& scale) {
     constexpr double log_2 = 0.6931471805599453;
     const double excess = excess_of(splat(row_max), splat(scale.factor))[0];
     // The factor itself was rounded: weights are relative to the rounded one's product.
-    return static_cast<float>(row_max * scale.natural + excess * log_2 + __builtin_log(row_sum));
+    return row_max * scale.natural + excess * log_2;
+}
+
+// The logarithm of the sum of exp(score) of a row whose weights sum to `row_sum`, relative to
+// `row_max`.
+inline float log_of_sum(float row_max, float row_sum, const score_scale& scale) {
+    return static_cast<float>(natural_base(row_max, scale) + __builtin_log(row_sum));
 }
 
 }  // namespace AF_LEVEL

@@ -89,7 +89,7 @@ class Arguments:
         self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
         self.ints, self.floats = number_slots(spec)
         self.reads = bool(self.types or self.ints or self.floats)
-        self.plain = not (self.masked or self.limited or self.reads or spec.dropout)
+        self.plain = not (self.masked or self.limited or self.reads or spec.dropout or spec.sinks)
 
         count = len(self.types)
         entry = ctypes.sizeof(structs.Captured)
@@ -188,7 +188,15 @@ class Arguments:
             )
         if wide:
             programs = self.programs.wide_addresses()
-        self.write_mods(block, programs, runs, transposed, call.index_offsets, call.dropout)
+        self.write_mods(
+            block,
+            programs,
+            runs,
+            transposed,
+            call.index_offsets,
+            call.dropout,
+            0 if call.sinks is None else call.sinks.data_ptr(),
+        )
 
     def write_mods(
         self,
@@ -198,6 +206,7 @@ class Arguments:
         transposed: tuple[int, ...] = _NO_RUNS,
         offsets: tuple[int, int, int, int] = _NO_OFFSETS,
         dropout: Dropout | None = None,
+        sinks: int = 0,
     ) -> None:
         """Write `structs.MODS`."""
         _pack_mods(
@@ -217,6 +226,7 @@ class Arguments:
                 if dropout is None
                 else (*dropout.words, dropout.threshold, dropout.scale)
             ),
+            sinks,
             *_NOT_PACKED,
         )
 

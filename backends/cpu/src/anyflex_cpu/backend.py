@@ -46,7 +46,7 @@ class CpuBackend(Backend):
         deterministic=True,
         operations=frozenset(OPERATIONS),
         known_fields=CONTRACT_1_FIELDS
-        | {"dropout", "q_layout", "kv_layout", "page_size", "kv_storage"},
+        | {"dropout", "sinks", "q_layout", "kv_layout", "page_size", "kv_storage"},
         batch_invariant=True,
     )
     options: ClassVar[Mapping[str, Option]] = {

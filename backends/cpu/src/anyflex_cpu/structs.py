@@ -45,7 +45,7 @@ __all__ = [
     "Tile",
 ]
 
-ABI = 6
+ABI = 7
 """ABI version of the header that this file was written for: its AF_ABI."""
 
 GRAD_DOUBLE, GRAD_OWNED = 1, 2
@@ -142,6 +142,7 @@ class Problem(ctypes.Structure):
         (c_uint32 * 2, "dropout_words"),
         (c_uint32, "dropout_threshold"),
         (c_float, "dropout_scale"),
+        (c_void_p, "sinks"),
         (Pages, "pages"),
         (c_int64, "packed_rows kv_storage"),
         (Scales, "key_scales value_scales"),

@@ -91,6 +91,15 @@ _LEARNING: dict[str, Row] = {
     "_softcap": row(
         "a score mod of no captured tensor", (60, 70), score_mod="softcap", mask_mod="causal"
     ),
+    "_low_scores": row(
+        "scores far from 0, and sinks beside them",
+        (40, 150),
+        score_mod="very_low",
+        sinks=(-3.0e4, -2.9997e4),
+    ),
+    "_near_scores": row(
+        "scores of up to 80, and sinks beside them", (60, 150), scale=6.0, sinks=(60.0, 75.0)
+    ),
     "_half": row("bfloat16", (129, 257), dtype=torch.bfloat16, head_dims=(64, 64)),
     "_wide": row("float64", (40, 41), dtype=torch.float64),
     "_one_row": row("one query row", (1, 300), heads=(4, 2), sinks=_FOUR),
