@@ -32,7 +32,7 @@ class CudaBackend(TritonBackend):
     capabilities = dataclasses.replace(
         TritonBackend.capabilities,
         known_fields=TritonBackend.capabilities.known_fields
-        - {"q_layout", "kv_layout", "page_size", "kv_storage"},
+        - {"sinks", "q_layout", "kv_layout", "page_size", "kv_storage"},
     )
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,

@@ -65,7 +65,7 @@ class TritonBackend(Backend):
             }
         ),
         known_fields=CONTRACT_1_FIELDS
-        | {"dropout", "q_layout", "kv_layout", "page_size", "kv_storage"},
+        | {"dropout", "sinks", "q_layout", "kv_layout", "page_size", "kv_storage"},
     )  # fmt: skip
     options: ClassVar[Mapping[str, Option]] = OPTIONS
 

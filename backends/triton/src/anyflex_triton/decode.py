@@ -281,8 +281,8 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sequences, sums_at, heads,
-    q_length, splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr,
+    partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sinks, sequences, sums_at,
+    heads, q_length, splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
     WANT_REST: tl.constexpr, WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):
@@ -330,7 +330,7 @@ def combine_kernel(
         acc += tl.sum(tl.where(there[:, None], part * factor[:, None], 0.0), 0)
     results = RowResults(
         tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORED, WANT_LSE=WANT_LSE,
-        WANT_MAX=WANT_MAX, WANT_TOPS=WANT_TOPS,
+        WANT_MAX=WANT_MAX, WANT_TOPS=WANT_TOPS, sinks=sinks,
     )
     store_row(
         acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,

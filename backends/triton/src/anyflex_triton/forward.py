@@ -47,6 +47,7 @@ from anyflex_triton.tiles import (
     store_part,
     store_rows,
     tensor_at,
+    with_sink,
     without_nonfinite,
 )
 
@@ -322,8 +323,8 @@ def rounding_of(values, dtype):
 def forward_kernel(
     query, key, value, key_rows, value_rows, out, rest, tops, lse, max_scores, offsets, ends, runs,
     q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
-    shifts, scale, dropout, sequences, k_scale, v_scale, batch_heads, heads, q_length, kv_length,
-    tiles, head_group,
+    shifts, scale, dropout, sinks, sequences, k_scale, v_scale, batch_heads, heads, q_length,
+    kv_length, tiles, head_group,
     READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
@@ -481,8 +482,13 @@ def forward_kernel(
     r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
     r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
     exact = tl.where(is_inexact, 0, there)
+    sink = 0.0
+    whole = row_sum
+    if sinks is not None:
+        sink = tl.load(sinks + h)
+        whole = with_sink(row_sum, row_max, base, sink)
     for i in tl.static_range(len(acc)):
-        found = divided(acc[i], row_max, row_sum, inputs.dropout)
+        found = divided(acc[i], row_max, whole, inputs.dropout)
         store_rows(
             o_base, o_strides, of_tile, exact, found, VALUE_DIM, DV, UNITS[3], WIDE, i * DV,
         )
@@ -518,7 +524,11 @@ def forward_kernel(
                         place, run_end, kv_length, part_columns, run_full,
                     )
             row_max = highest
-            part_values = divided(part, row_max, row_sum, inputs.dropout)
+            whole = row_sum
+            if sinks is not None:
+                top = natural_scores(row_max, scale, SCORED) * LOG2E
+                whole = with_sink(row_sum, row_max, top, sink)
+            part_values = divided(part, row_max, whole, inputs.dropout)
             store_part(
                 o_base, o_strides, of_tile, there, part_columns, part_values, VALUE_DIM, UNITS[3],
                 WIDE,
@@ -532,9 +542,9 @@ def forward_kernel(
 
     dead = is_dead(row_max, row_sum)
     at = bh.to(tl.int64) * q_length + first_row
-    size = tl.log2(row_sum) + excess
     highest = natural_scores(row_max, scale, SCORED)
     if WANT_LSE:
+        size = tl.log2(row_sum) + excess
         natural = tl.where(dead, float("-inf"), highest + size / LOG2E)
         tl.store(lse + at + of_tile, natural, mask=of_tile < there)
     if WANT_MAX:
@@ -542,4 +552,5 @@ def forward_kernel(
         tl.store(max_scores + at + of_tile, natural, mask=of_tile < there)
     if WANT_TOPS:
         tl.store(tops + (at + of_tile) * 2, row_max, mask=of_tile < there)
+        size = tl.log2(whole) + excess
         tl.store(tops + (at + of_tile) * 2 + 1, size, mask=of_tile < there)

@@ -331,6 +331,8 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
 
     (partial_out,) = out.workspace
     own: dict[str, object] = {"partial_out": partial_out, "scale": call.scale}
+    if call.sinks is not None:
+        own["sinks"] = call.sinks
     if call.packed is not None:
         own |= packed_values(call, call.packed, _PACKED_BLOCK)
     return made.kept(call, key, make).launch({**own, **output_values(out, partial_out)})

@@ -105,6 +105,8 @@ ARGUMENTS = (
     Arguments(("scale",), "fp32", "factor of raw products"),
     Arguments(("dropout",), ("i32", "i32", "i32", "fp32"),
               "two words of the seed, threshold, scale: see `dropout.Dropout`; or None"),
+    Arguments(("sinks",), "*fp32",
+              "[Hq], one more score a head without a value, which lse lacks, tops have; or None"),
     # Packed sequences
     Arguments(("sequences",), ("*i32",) * 8 + ("i32",) * 4 + ("i64",) + ("i32",) * 3,
               "a packed call's `PackedRows`, as `forward_call.packed_values` has it; or None"),

@@ -190,6 +190,7 @@ class RowResults:
         tops, lse, max_scores: arguments of `forward.forward_kernel`.
         WANT_TOPS, WANT_LSE, WANT_MAX: which of them are wanted.
         SCORED: there is a score mod.
+        sinks: argument of `forward.forward_kernel`.
     """
 
     tops: Any
@@ -199,3 +200,4 @@ class RowResults:
     WANT_LSE: Any
     WANT_MAX: Any
     WANT_TOPS: Any
+    sinks: Any = None

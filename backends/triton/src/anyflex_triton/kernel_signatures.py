@@ -262,6 +262,8 @@ class Programs:
         }
         if not spec.dropout:
             self.constants["dropout"] = None
+        if not spec.sinks:
+            self.constants["sinks"] = None
         self.is_packed = spec.q_layout == "packed"
         if not self.is_packed:
             self.constants["sequences"] = None
@@ -602,6 +604,8 @@ class Programs:
             # Triton's unsigned arguments are no different, and its interpreter has none.
             signed = (word - (word >> 31 << 32) for word in words)
             values["dropout"] = (*signed, call.dropout.scale)
+        if call.sinks is not None:
+            values["sinks"] = call.sinks
         if rows is None:
             values["offsets"] = values["ends"] = values["runs"] = call.query
             values["mask_strides"] = (0, 0)

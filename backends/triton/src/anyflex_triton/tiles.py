@@ -47,6 +47,7 @@ __all__ = [
     "store_rows",
     "sum_of_counts",
     "tensor_at",
+    "with_sink",
     "without_nonfinite",
 ]
 
@@ -350,6 +351,14 @@ def natural_scores(scores, scale, SCORED: tl.constexpr):
 
 
 @triton.jit
+def with_sink(row_sum, row_max, base, sink):
+    """Return rows' sums of weights with the sink's, relative to `base`, which is in powers of two;
+    rows without a live key keep theirs."""
+    weight = tl.exp2(sink * LOG2E - base)
+    return row_sum + tl.where(row_max == float("-inf"), 0.0, weight)
+
+
+@triton.jit
 def store_row(
     acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_REST: tl.constexpr,
@@ -366,7 +375,12 @@ def store_row(
     row = at % q_length
     bh = at // q_length
     dead = (row_max == float("-inf")) & (row_sum == row_sum)
-    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, row_sum))
+    highest = natural_scores(row_max, scale, results.SCORED)
+    whole = row_sum
+    if results.sinks is not None:
+        sink = tl.load(results.sinks + bh % heads)
+        whole = with_sink(row_sum, row_max, highest * LOG2E, sink)
+    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, whole))
     base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
     tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
     if WANT_REST:
@@ -374,15 +388,14 @@ def store_row(
         rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
         rest_at = rest + at * VALUE_DIM + dims
         tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
-    highest = natural_scores(row_max, scale, results.SCORED)
-    size = tl.log2(row_sum)
     if results.WANT_LSE:
-        tl.store(results.lse + at, tl.where(dead, float("-inf"), highest + size / LOG2E))
+        natural = highest + tl.log2(row_sum) / LOG2E
+        tl.store(results.lse + at, tl.where(dead, float("-inf"), natural))
     if results.WANT_MAX:
         tl.store(results.max_scores + at, tl.where(nan > 0, float("nan"), highest))
     if results.WANT_TOPS:
         tl.store(results.tops + at * 2, row_max)
-        tl.store(results.tops + at * 2 + 1, size)
+        tl.store(results.tops + at * 2 + 1, tl.log2(whole))
 
 
 @triton.jit
