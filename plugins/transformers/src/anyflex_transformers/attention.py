@@ -96,12 +96,9 @@ def attention(
         scaling,
         enable_gqa=True,
         kernel_options=kernel_options,
-        return_aux=None if s_aux is None else anyflex.AuxRequest(lse=True),
         dropout_p=dropout,
+        sinks=s_aux,
     )
-    if s_aux is not None:
-        out, aux = out
-        out = anyflex.with_sinks(out, aux.lse, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
