@@ -172,6 +172,13 @@ def test_gradients() -> None:
         anyflex.flex_attention_packed(learns, ROWS, ROWS, PACKED.begin(), out=torch.empty(3, 2, 8))
 
 
+def test_sinks_without_memory() -> None:
+    sinks = torch.zeros(2)
+    sinks.untyped_storage().resize_(0)
+    with pytest.raises(anyflex.ArgumentError, match="sinks"):
+        anyflex.flex_attention_packed(ROWS, ROWS, ROWS, PACKED.begin(), sinks=sinks)
+
+
 @pytest.mark.parametrize(
     ("changed", "value", "told"),
     [

@@ -30,6 +30,7 @@ from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Plan, plan_for
 from anyflex.tensors import stand_in
+from anyflex.tensors.storage_checks import check_readable
 from anyflex.tensors.tensor_facts import determinism, fp32_precision, memories
 from anyflex.tensors.torch_versions import dual_level
 from anyflex.tracing.mod_types import MaskMod
@@ -122,6 +123,8 @@ def in_own_layout(
         determinism(),
         STATE.generation,
     )
+    if sinks is not None:
+        check_readable("sinks", sinks)
     prepared = step.once(kind, _prepare, checked, step, mask, enable_gqa)
     if prepared is None:
         return None
