@@ -189,6 +189,7 @@ def inputs_of(
         packed=packed,
         sinks=sinks,
     )
+    sink_gradient = () if sinks is None else (torch.is_grad_enabled() and sinks.requires_grad,)
     posed = None if stand_in.current is None else stand_in.posed_as(device)
     request = Request(
         score.text,
@@ -196,7 +197,7 @@ def inputs_of(
         (len(score.captured), len(score.ints), len(score.floats)),
         aux.lse,
         aux.max_scores,
-        aux.lse or True in gradients or sinks is not None,
+        aux.lse or True in gradients or True in sink_gradient,
         gradients,
         backend,
         options,
@@ -205,7 +206,7 @@ def inputs_of(
         fp32_precision(query.dtype, device.type if posed is None else posed[0]),
         dropout_p != 0,
         "dense" if packed is None else "packed" if packed.page_table is None else "paged",
-        () if sinks is None else (torch.is_grad_enabled() and sinks.requires_grad,),
+        sink_gradient,
     )
     names = mask.names if sinks is None else [*mask.names, "sinks"]
     return Inputs(call, request, read, (score.names, names))

@@ -94,7 +94,7 @@ def op_arguments(
         (len(score.captured), len(score.ints), len(score.floats)),
         aux.lse,
         aux.max_scores,
-        aux.lse or needs_backward or sinks is not None,
+        aux.lse or needs_backward or True in sink_gradient,
         tuple(gradients),
         backend,
         options,

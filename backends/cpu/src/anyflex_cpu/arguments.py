@@ -30,12 +30,15 @@ __all__ = [
 
 _pack_tensors = structs.TENSORS.packer.pack_into
 _pack_mods = structs.MODS.packer.pack_into
+_pack_sinks = structs.SINKS.packer.pack_into
+_SINKS_AT = structs.SINKS.offset
 _MODS_AT = structs.MODS.offset
 _TABLE_AT = ctypes.sizeof(structs.BackwardArgs)
 _NO_RUNS = (0, 0, 0, 0, 0, 0)
 _NO_OFFSETS = (0, 0, 0, 0)
 _NO_DROPOUT = (0, 0, 0, 1.0)
-_NOT_PACKED = (0,) * 13
+_NOT_PACKED = (0,) * 14
+"""Values for sinks and packed sequences."""
 
 
 class Block:
@@ -89,7 +92,7 @@ class Arguments:
         self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
         self.ints, self.floats = number_slots(spec)
         self.reads = bool(self.types or self.ints or self.floats)
-        self.plain = not (self.masked or self.limited or self.reads or spec.dropout or spec.sinks)
+        self.plain = not (self.masked or self.limited or self.reads or spec.dropout)
 
         count = len(self.types)
         entry = ctypes.sizeof(structs.Captured)
@@ -150,6 +153,8 @@ class Arguments:
         )
         # Without mask and mods the values written when the block was made hold for every call.
         if self.plain:
+            if call.sinks is not None:
+                _pack_sinks(block.memory, _SINKS_AT, call.sinks.data_ptr())
             return
         mask = call.mask
         runs: tuple[int, ...] = _NO_RUNS
@@ -188,15 +193,9 @@ class Arguments:
             )
         if wide:
             programs = self.programs.wide_addresses()
-        self.write_mods(
-            block,
-            programs,
-            runs,
-            transposed,
-            call.index_offsets,
-            call.dropout,
-            0 if call.sinks is None else call.sinks.data_ptr(),
-        )
+        self.write_mods(block, programs, runs, transposed, call.index_offsets, call.dropout)
+        if call.sinks is not None:
+            _pack_sinks(block.memory, _SINKS_AT, call.sinks.data_ptr())
 
     def write_mods(
         self,
@@ -206,7 +205,6 @@ class Arguments:
         transposed: tuple[int, ...] = _NO_RUNS,
         offsets: tuple[int, int, int, int] = _NO_OFFSETS,
         dropout: Dropout | None = None,
-        sinks: int = 0,
     ) -> None:
         """Write `structs.MODS`."""
         _pack_mods(
@@ -226,7 +224,6 @@ class Arguments:
                 if dropout is None
                 else (*dropout.words, dropout.threshold, dropout.scale)
             ),
-            sinks,
             *_NOT_PACKED,
         )
 

@@ -25,6 +25,7 @@ __all__ = [
     "GRAD_OWNED",
     "MODS",
     "PACKED",
+    "SINKS",
     "STORAGE",
     "STORAGE_CODES",
     "TENSORS",
@@ -236,6 +237,8 @@ MODS = Part(Problem, "has_mask")
 """Fields of af_problem that are the same for all calls without mask and mods."""
 FORWARD = Part(ForwardArgs, "out")
 """af_forward_args after its problem."""
+SINKS = Part(Problem, "sinks", "pages")
+"""Field of af_problem for the sinks."""
 STORAGE = Part(Problem, "kv_storage")
 """Fields of af_problem for keys and values of another type."""
 PACKED = Part(PackedArgs, "sequences")
