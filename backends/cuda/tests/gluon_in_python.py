@@ -110,6 +110,38 @@ class Box:
         self.array[there] += memory[here]
 
 
+class FarBox(Box):
+    """A descriptor of any address and strides, of which only the elements that are loaded or
+    stored must be in the memory."""
+
+    def __init__(
+        self, memory: np.ndarray, first: int, sizes: Sequence[int], strides: Sequence[int],
+        shape: Sequence[int],
+    ) -> None:  # fmt: skip
+        super().__init__(memory, shape, memory.itemsize)
+        self.first, self.sizes, self.strides = first, sizes, strides
+
+    def _elements(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places in memory of a box's elements, and which of them are there."""
+        steps = [a + np.arange(length) for a, length in zip(at, self.shape, strict=True)]
+        axes = np.meshgrid(*steps, indexing="ij", sparse=True)
+        there, places = np.True_, self.first
+        for axis, size, stride in zip(axes, self.sizes, self.strides, strict=True):
+            there = there & (axis >= 0) & (axis < size)
+            places = places + axis * stride
+        there, places = np.broadcast_to(there, self.shape), np.broadcast_to(places, self.shape)
+        assert np.all((places >= 0) & (places < self.array.size) | ~there), "outside of the memory"
+        return places, there
+
+    def load(self, at: Sequence[int], memory: np.ndarray) -> None:
+        places, there = self._elements(at)
+        memory[...] = np.where(there, self.array[np.where(there, places, 0)], 0.0)
+
+    def store(self, at: Sequence[int], memory: np.ndarray) -> None:
+        places, there = self._elements(at)
+        self.array[places[there]] = memory[there]
+
+
 class Pointer:
     """Pointers to elements of an array."""
 
@@ -162,7 +194,9 @@ class Shared:
         places[dim] = slice(start, start + length)
         return self._view(self.array[tuple(places)])
 
-    def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> Shared:
+    def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> Any:
+        if len(shape) == 6:
+            return Pieces(self, shape)
         other = self.others.setdefault(_begins(self.array), np.full(shape, np.nan))
         assert other.shape == tuple(shape), "one other type a place"
         return Shared(other, dtype, self.others, self.array)
@@ -176,6 +210,25 @@ class Shared:
         same = self.others.get(_begins(self.array)) if self.first is None else self.first
         if same is not None:
             same[...] = np.nan
+
+
+class Pieces:
+    """Shared memory of rows, seen as pieces of fewer columns and rows: those of a slot's first
+    columns come first."""
+
+    def __init__(self, whole: Shared, shape: Sequence[int]) -> None:
+        count, *_, self.rows, self.columns = shape
+        self.whole = whole
+        slots, _, _, rows, columns = whole.shape
+        self.down, self.beside = rows // self.rows, columns // self.columns
+        assert count == slots * self.down * self.beside
+
+    def index(self, i: int) -> Shared:
+        beside, down = divmod(int(i), self.down)
+        slot, beside = divmod(beside, self.beside)
+        rows = slice(down * self.rows, (down + 1) * self.rows)
+        columns = slice(beside * self.columns, (beside + 1) * self.columns)
+        return Shared(self.whole.array[slot : slot + 1, :, :, rows, columns], self.whole.dtype)
 
 
 def _begins(array: np.ndarray) -> int:
@@ -578,6 +631,13 @@ class Device:
             found = np.sum(x, axis=axis)
             return tile(found) if np.ndim(found) else found.item()
 
+        def scan(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
+            assert axis == 0
+            found = x.copy()
+            for i in range(1, len(x)):
+                found[i] = combine(found[i - 1], x[i])
+            return found
+
         nothing = lambda *_, **__: None  # noqa: E731
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
@@ -592,6 +652,7 @@ class Device:
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
             convert_layout=lambda x, layout, **_: x, cast=lambda x, dtype: x,
             max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
+            associative_scan=scan,
             reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
             minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
             exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
@@ -647,7 +708,14 @@ def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
     pointers into their memory, in any order of dimensions."""
     given: dict[str, Any] = {}
     for name, value in values.items():
-        if hasattr(value, "block_shape"):
+        if hasattr(value, "block_shape") and hasattr(value.base, "tensor"):
+            tensor = value.base.tensor
+            count = tensor.untyped_storage().nbytes() // tensor.element_size()
+            memory = tensor.as_strided((count,), (1,), 0).numpy()
+            first = tensor.storage_offset() - value.base.bytes // tensor.element_size()
+            box = FarBox(memory, first, value.shape, value.strides, value.block_shape)
+            given[name] = box
+        elif hasattr(value, "block_shape"):
             array = value.base.numpy()
             strides = [stride * array.itemsize for stride in value.strides]
             view = np.lib.stride_tricks.as_strided(array, value.shape, strides)

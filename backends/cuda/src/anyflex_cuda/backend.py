@@ -24,15 +24,16 @@ VARIABLE = "ANYFLEX_CUDA_BLACKWELL"
 
 
 class CudaBackend(TritonBackend):
-    """Backend for NVIDIA's GPUs, which takes what `cuda.triton` takes, but for packed sequences,
-    which it leaves to `cuda.triton`."""
+    """Backend for NVIDIA's GPUs, which takes what `cuda.triton` takes."""
 
     # No other backend is the default of this device type.
     priority = 0
+    # Hopper's kernels share out all steps of a call: which rows are added up where depends on all
+    # its sequences.
     capabilities = dataclasses.replace(
         TritonBackend.capabilities,
-        known_fields=TritonBackend.capabilities.known_fields
-        - {"sinks", "q_layout", "kv_layout", "page_size", "kv_storage"},
+        known_fields=TritonBackend.capabilities.known_fields - {"sinks"},
+        batch_invariant=False,
     )
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,

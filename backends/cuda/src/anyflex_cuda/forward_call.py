@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from anyflex_triton.building import (
 )
 
 __all__ = [
+    "COUNTER",
     "DESCRIBED",
     "Fit",
     "Tiles",
@@ -56,7 +58,7 @@ OUTS = 8
 """Maximum number of layouts of outputs that a fit keeps. Few occur, because core allocates outputs
 in the query's layout."""
 
-_COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
+COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 """Counter of tiles. It is left out where each program takes one tile, which saves two driver
 calls: allocating it and setting it to zero."""
 
@@ -115,7 +117,8 @@ def tiles_for(spec: Spec) -> Tiles:
     if dims <= 64:
         # Three consumers are faster without a mask; under a mask, whose blocks must permit them,
         # only where rows are long.
-        thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
+        block = 128 if spec.q_layout == "packed" else spec.block_size[0]
+        thirds = block % (3 * _ROWS) == 0
         if thirds:
             return Tiles(3, 128, 3, True, True, apart, 1, True, (160, 24))
         return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))
@@ -232,7 +235,7 @@ def boxed_program(
     absent = DESCRIBED.keys() - boxes.keys()
     if not wanted["WANT_REST"]:
         absent |= {*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"}
-    if spec.mask_kind == "none":
+    if spec.mask_kind == "none" or made.is_packed:
         absent |= {"tile_order", "order_strides", "ordered"}
     return made.program(
         function,
@@ -272,6 +275,7 @@ def program_for(
             "APART": tiles.apart,
             "CHAINS": tiles.chains,
             "SHARES_ROOM": shares_room(made.spec),
+            "DV": sum(value_parts_of(made.spec)),
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
@@ -285,7 +289,7 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the boxes that one load or store moves, by names of descriptors."""
     parts = parts_of(spec.head_dim)
     value_parts = value_parts_of(spec)
-    return {
+    boxes = {
         f"{letter}{number}_desc": (1, 1, rows, columns)
         for letter, rows, each in (
             ("q", _ROWS, parts), ("k", tiles.block_n, parts), ("v", tiles.block_n, value_parts),
@@ -293,6 +297,13 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
         )
         for number, columns in zip(("", "2"), each, strict=False)
     }  # fmt: skip
+    if spec.page_size:
+        # Shared memory has 64 columns of all of a step's rows, then the next 64.
+        rows = math.gcd(spec.page_size, tiles.block_n)
+        for name, box in boxes.items():
+            if name[0] in "kv":
+                boxes[name] = (1, 1, 1, rows, min(box[3], 64))
+    return boxes
 
 
 class Fit(NamedTuple):
@@ -361,7 +372,7 @@ def fit_of(
 
     return Fit(
         block_m,
-        _COUNTER if programs < count * batch * heads else (),
+        COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
         fixed,
         {},

@@ -80,6 +80,8 @@ class GluonPrograms(Programs):
         source = gluon_source(source + mask_scores_source(spec), fast_tanh)
         super().__init__(KernelInputs(spec, source, "hopper", {}, files=files))
         self.types.update(TYPES)
+        if not self.is_packed:
+            self.constants["short_rows"] = None
         # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":

@@ -20,6 +20,7 @@ __all__ = [
     "is_aligned",
     "is_boxed",
     "row_descriptor",
+    "strides_of",
 ]
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -80,7 +81,7 @@ def boxes_of(
     Args:
         shape, strides: of a tensor, in elements of `size` bytes.
     """
-    return list(shape), list(_strides(shape, strides, size)), list(box)
+    return list(shape), list(strides_of(shape, strides, size)), list(box)
 
 
 def is_boxed(tensor: Tensor) -> bool:
@@ -108,12 +109,12 @@ def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bo
         and (shape[-1] == 1 or strides[-1] == 1)
         and all(
             stride > 0 and stride * size % BYTES == 0 and stride * size < 1 << 40
-            for stride in _strides(shape, strides, size)[:-1]
+            for stride in strides_of(shape, strides, size)[:-1]
         )
     )
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+def strides_of(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return a tensor's strides, in elements. The stride of a dimension of size 1 is arbitrary; it
     is replaced by a contiguous tensor's, rounded up."""
     found = [1] * len(shape)

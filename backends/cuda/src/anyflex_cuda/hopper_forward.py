@@ -35,6 +35,19 @@ from anyflex_cuda.kernel_records import (
     TileSchedule,
 )
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
+from anyflex_cuda.packed_tiles import (
+    PACKED_BLOCK,
+    begin_walk,
+    load_bounded,
+    load_sequence_keys,
+    page_numbers,
+    paged_buffers,
+    place_of_item,
+    said_tile,
+    say_tile,
+    store_bounded,
+    walked,
+)
 from anyflex_cuda.skip_unit_rescale import rescaled
 from anyflex_cuda.smem_mailbox import WORDS, said, say
 from anyflex_cuda.split_tiles import (
@@ -59,6 +72,7 @@ from anyflex_triton.device_functions import (
     bounded_run,
     is_far,
     mask_row,
+    pages_of_sequence,
     record,
     tile_of_program,
     unit_of_scores,
@@ -75,12 +89,14 @@ class TileQueries:
         full: a consumer's queries are loaded.
         passed: barrier at which consumers arrive when they are done with a tile without steps;
             where out shares the queries' buffer, with any tile.
+        own_words: words of `packed_tiles.say_tile`; None where queries aren't packed.
     """
 
     bufs: Any
     full: Any
     passed: Any
     words: Any
+    own_words: Any
     CONSUMERS: Any
 
 
@@ -92,6 +108,9 @@ class LoadedTile:
         masked, plain: number of steps that may have dead pairs, and of the other steps.
         first_step: number of the tile's first step, counted over all tiles.
         empties, before: arguments of `await_tile`.
+        own: where queries are packed the tile's `anyflex_triton.sequences.SequenceTile`, b then
+            being 0; else None.
+        pages: `anyflex_triton.kernel_records.Pages` of its keys, or None.
     """
 
     b: Any
@@ -104,6 +123,8 @@ class LoadedTile:
     first_step: Any
     empties: Any
     before: Any
+    own: Any = None
+    pages: Any = None
 
 
 @record
@@ -130,6 +151,7 @@ class ConsumerCall:
         mods: `anyflex_triton.kernel_records.Mods`, which prefetch nothing.
         READ_ROWS, step_mods: for the loop over steps, with what they prefetch.
         results: `anyflex_triton.kernel_records.RowResults`.
+        sequences, PAGE: arguments of `forward_kernel`.
         MASKED: whether any step may have dead pairs.
         EVEN, PINNED, SKIPS, APART, CHAINS: arguments of `forward_kernel`.
     """
@@ -147,6 +169,8 @@ class ConsumerCall:
     heads: Any
     q_length: Any
     kv_length: Any
+    sequences: Any
+    PAGE: Any
     READ_ROWS: Any
     MASKED: Any
     EVEN: Any
@@ -237,6 +261,7 @@ def operand_of(handed, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.cons
 @gluon.jit
 def count_steps(
     mask, run, last_run, kv_length, EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
+    PACKED: gl.constexpr,
 ):
     """Return (number of steps that may have dead pairs, number of others) of a row of runs."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -251,6 +276,9 @@ def count_steps(
             end = gl.load(at + 1, mask=there, other=0) * mask.KV_BLOCK
             full = gl.load(at + 2, mask=there, other=0) == FULL
             length = gl.minimum(end, kv_length) - begin
+            if PACKED:
+                # The mask may be one of other lengths.
+                length = gl.maximum(length, 0)
             whole = gl.where(full, length // BLOCK_N, 0)
             plain += gl.sum(whole, 0)
             masked += gl.sum((length + BLOCK_N - 1) // BLOCK_N - whole, 0)
@@ -289,11 +317,32 @@ def load_queries(descs, queries, ring, tile, step):
         say(queries.words, c * WORDS + 2, tile.h)
         say(queries.words, c * WORDS + 3, tile.masked)
         say(queries.words, c * WORDS + 4, tile.plain)
+        if tile.own is not None:
+            say_tile(queries.own_words, c, tile.own)
         mbarrier.expect(queries.full.index(c), ROWS * descs.D * 2)
-        load_parts(
-            descs.q, queries.bufs, c, queries.full.index(c), tile.b, tile.h,
-            tile.first_row + c * ROWS,
-        )
+        if tile.own is None:
+            load_parts(
+                descs.q, queries.bufs, c, queries.full.index(c), tile.b, tile.h,
+                tile.first_row + c * ROWS,
+            )
+        else:
+            load_bounded(
+                descs.q, queries.bufs, c, queries.full.index(c), tile.h,
+                tile.first_row + c * ROWS, tile.own.end_row,
+            )
+
+
+@gluon.jit
+def load_keys(descs, bufs, slot, full, tile, numbers, first, end):
+    """Load a step's keys, or values, into a slot of each part's buffers.
+
+    Args:
+        numbers: from `page_numbers`, where keys are in pages.
+    """
+    if tile.own is None:
+        load_parts(descs, bufs, slot, full, tile.kv_b, tile.kv_head, first)
+    else:
+        load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end)
 
 
 @gluon.jit
@@ -302,21 +351,21 @@ def load_step(descs, queries, ring, step_words, tile, step, first, end, full):
     and values, because a slot for keys is free earlier."""
     slot = step % ring.STAGES
     phase = ((step // ring.STAGES) & 1) ^ 1
+    numbers = None
+    if tile.pages is not None:
+        # Read before the wait, which hides it.
+        numbers = page_numbers(tile.pages, first, end, descs.k, ring.BLOCK_N)
     mbarrier.wait(ring.k_empty.index(slot), phase)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
     mbarrier.expect(ring.k_full.index(slot), ring.BLOCK_N * descs.D * 2)
-    load_parts(
-        descs.k, ring.k_bufs, slot, ring.k_full.index(slot), tile.kv_b, tile.kv_head, first,
-    )
+    load_keys(descs.k, ring.k_bufs, slot, ring.k_full.index(slot), tile, numbers, first, end)
     if step == tile.first_step:
         load_queries(descs, queries, ring, tile, step)
     mbarrier.wait(ring.v_empty.index(slot), phase)
     mbarrier.expect(ring.v_full.index(slot), ring.BLOCK_N * descs.DV * 2)
-    load_parts(
-        descs.v, ring.v_bufs, slot, ring.v_full.index(slot), tile.kv_b, tile.kv_head, first,
-    )
+    load_keys(descs.v, ring.v_bufs, slot, ring.v_full.index(slot), tile, numbers, first, end)
 
 
 @gluon.jit
@@ -348,10 +397,97 @@ def load_steps(
 
 
 @gluon.jit
-def produce(
+def load_tile(
+    descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run,
+    SHARES_ROOM: gl.constexpr,
+):
+    """Load queries and all steps of a `LoadedTile`. Return (number of the next step, `empties` and
+    `before` of the next tile)."""
+    step = loaded.first_step
+    empties = loaded.empties
+    # Steps that may have dead pairs come first. Where APART, the other steps' loop has no mask
+    # code.
+    for part in range(2):
+        step = load_steps(
+            descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, step,
+            part == 0,
+        )
+    if step == loaded.first_step:
+        load_queries(descs, queries, ring, loaded, step)
+    if SHARES_ROOM or step == loaded.first_step:
+        empties += 1
+        before = gl.to_tensor(2)
+    else:
+        before = gl.to_tensor(1)
+    return step, empties, before
+
+
+@gluon.jit
+def next_item(at, count, schedule):
+    """Return the number of a program's next tile after tile `at` of `count`."""
+    if schedule.DYNAMIC:
+        following = count
+        if gl.num_programs(0) < count:
+            # Issued early: the atomic's latency is that of a step.
+            following = gl.num_programs(0) + gl.atomic_add(schedule.counter, 1, sem="relaxed")
+    else:
+        following = at + gl.num_programs(0)
+    return following
+
+
+@gluon.jit
+def produce_packed(
+    descs, queries, ring, step_words, mask, schedule, SHARES_ROOM: gl.constexpr,
+):
+    """Produce tiles of packed queries, which are numbered in the order of `packed_tiles.Walk`.
+    Return what `load_tile` returns."""
+    TILES: gl.constexpr = PACKED_BLOCK // (queries.CONSUMERS * ROWS)
+    sequences = schedule.sequences
+    rows = schedule.tiles
+    short_rows = schedule.short_rows
+    step = gl.to_tensor(0)
+    empties = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    # This bound is known, and not how many there are.
+    count = rows * TILES * schedule.heads
+    at = gl.program_id(0)
+    walk = walked(
+        begin_walk(sequences, rows, short_rows), at, sequences, schedule, rows, short_rows, TILES,
+    )
+    while walk.first_head < schedule.heads:
+        following = next_item(at, count, schedule)
+        own, h = place_of_item(
+            walk, at, sequences, schedule, schedule.q_length, schedule.PAGE, TILES,
+        )
+        run, last_run = mask_row(
+            mask.offsets, mask.ends, mask.strides, 0 * h, h, own.row, mask.HAS_MASK,
+        )
+        pages = None
+        if schedule.PAGE > 0:
+            pages = pages_of_sequence(sequences, own.owner, schedule.PAGE)
+        masked, plain = count_steps(
+            mask, run, last_run, own.kv_length, False, ring.BLOCK_N, True,
+        )
+        loaded = LoadedTile(
+            b=0 * h, h=h, kv_b=0 * h, kv_head=h // schedule.GROUP, first_row=own.first_row,
+            masked=masked, plain=plain, first_step=step, empties=empties, before=before, own=own,
+            pages=pages,
+        )
+        step, empties, before = load_tile(
+            descs, queries, ring, step_words, loaded, mask, own.kv_length, run, last_run,
+            SHARES_ROOM,
+        )
+        at = following
+        walk = walked(walk, at, sequences, schedule, rows, short_rows, TILES)
+    return step, empties, before
+
+
+@gluon.jit
+def produce_dense(
     descs, queries, ring, step_words, mask, schedule, kv_length, EVEN: gl.constexpr,
     SHARES_ROOM: gl.constexpr,
 ):
+    """Produce the tiles of dense queries. Return what `load_tile` returns."""
     BLOCK_M: gl.constexpr = queries.CONSUMERS * ROWS
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
@@ -359,13 +495,7 @@ def produce(
     count = schedule.tiles * schedule.batch_heads
     at = gl.program_id(0)
     while at < count:
-        if schedule.DYNAMIC:
-            following = count
-            if gl.num_programs(0) < count:
-                # Issued early: the atomic's latency is that of a step.
-                following = gl.num_programs(0) + gl.atomic_add(schedule.counter, 1, sem="relaxed")
-        else:
-            following = at + gl.num_programs(0)
+        following = next_item(at, count, schedule)
         tile, bh = tile_of_program(at, schedule.tiles, schedule.batch_heads, schedule.head_group)
         b = bh // schedule.heads
         h = bh % schedule.heads
@@ -383,26 +513,31 @@ def produce(
         else:
             run = gl.to_tensor(0)
             last_run = gl.to_tensor(1)
-        masked, plain = count_steps(mask, run, last_run, kv_length, EVEN, ring.BLOCK_N)
+        masked, plain = count_steps(mask, run, last_run, kv_length, EVEN, ring.BLOCK_N, False)
         loaded = LoadedTile(
             b=b, h=h, kv_b=kv_b, kv_head=kv_head, first_row=first_row, masked=masked, plain=plain,
             first_step=step, empties=empties, before=before,
         )
-        # Steps that may have dead pairs come first. Where APART, the other steps' loop has no mask
-        # code.
-        for part in range(2):
-            step = load_steps(
-                descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, step,
-                part == 0,
-            )
-        if step == loaded.first_step:
-            load_queries(descs, queries, ring, loaded, step)
-        if SHARES_ROOM or step == loaded.first_step:
-            empties += 1
-            before = gl.to_tensor(2)
-        else:
-            before = gl.to_tensor(1)
+        step, empties, before = load_tile(
+            descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, SHARES_ROOM,
+        )
         at = following
+    return step, empties, before
+
+
+@gluon.jit
+def produce(
+    descs, queries, ring, step_words, mask, schedule, kv_length, EVEN: gl.constexpr,
+    SHARES_ROOM: gl.constexpr,
+):
+    if schedule.sequences is None:
+        step, empties, before = produce_dense(
+            descs, queries, ring, step_words, mask, schedule, kv_length, EVEN, SHARES_ROOM,
+        )
+    else:
+        step, empties, before = produce_packed(
+            descs, queries, ring, step_words, mask, schedule, SHARES_ROOM,
+        )
     # Tell the consumers that there are no more tiles.
     await_tile(ring.k_empty, queries.passed, step, empties, before, ring.STAGES)
     for c in gl.static_range(queries.CONSUMERS):
@@ -471,7 +606,7 @@ def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
 
 @gluon.jit
 def weights_of(
-    raw, softmax, first, end, full, masked, inputs, mods, call, MASKED: gl.constexpr,
+    raw, softmax, first, end, full, masked, inputs, kv_length, mods, call, MASKED: gl.constexpr,
     EVEN: gl.constexpr,
 ):
     """Return (weights, alpha, SoftmaxState) after one step of the online softmax, as in
@@ -485,7 +620,7 @@ def weights_of(
     S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_N)
     # EVEN: tiles end with the keys, so no FULL step has dead pairs.
     scores = scores_of_step(
-        raw, first, end, None if EVEN else full, masked, inputs, call.kv_length, mods, MASKED,
+        raw, first, end, None if EVEN else full, masked, inputs, kv_length, mods, MASKED,
         EVEN, S_LAYOUT, BLOCK_N,
     )
     nans = softmax.nans
@@ -561,8 +696,8 @@ def with_tables(inputs, tables):
 
 @gluon.jit
 def advance(
-    step, handed, acc, softmax, masked, inputs, mods, call, ME: gl.constexpr, MASKED: gl.constexpr,
-    EVEN: gl.constexpr,
+    step, handed, acc, softmax, masked, inputs, kv_length, mods, call, ME: gl.constexpr,
+    MASKED: gl.constexpr, EVEN: gl.constexpr,
 ):
     """Take one step: issue its scores, multiply the previous step's weights (`handed`) with their
     values meanwhile, then make its weights."""
@@ -578,15 +713,15 @@ def advance(
         # must not see. Behind a branch they evaluate the mask pair by pair; without one they hoist
         # all pairs' conditions above the scores and keep them as bits.
         masked = said(call.step_words, slot * WORDS + 2) >= 0
-    tables = tables_of_step(inputs, mods, first, call.kv_length, ring.BLOCK_N)
+    tables = tables_of_step(inputs, mods, first, kv_length, ring.BLOCK_N)
     raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
     mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
     acc_later = products_of_handed(handed, ring.v_bufs, before, acc, call.APART)
     raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
     mbarrier.arrive(ring.k_empty.index(slot), count=1)
     weights, alpha, softmax = weights_of(
-        raw, softmax, first, end, full, masked, with_tables(inputs, tables), mods, call, MASKED,
-        EVEN,
+        raw, softmax, first, end, full, masked, with_tables(inputs, tables), kv_length, mods, call,
+        MASKED, EVEN,
     )
     acc = awaited(acc_later, 0)
     mbarrier.arrive(ring.v_empty.index(before), count=1)
@@ -615,7 +750,6 @@ def consume(call, ME: gl.constexpr):
     WANT_REST: gl.constexpr = call.tensors.WANT_REST
     shifts = call.mods.shifts
     scale = call.mods.scale
-    q_length = call.q_length
     mods = call.step_mods
     ALWAYS: gl.constexpr = mods.SCORE_MOD is not None or mods.READ_COLUMNS is not None
     step = gl.to_tensor(0)
@@ -630,8 +764,19 @@ def consume(call, ME: gl.constexpr):
         first_row += ME * ROWS
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
+        if call.sequences is None:
+            own = None
+            end_row = call.q_length
+            q_shift = shifts[2]
+            kv_length = call.kv_length
+        else:
+            own = said_tile(queries.own_words, ME, first_row)
+            mod_b += own.b
+            end_row = own.end_row
+            q_shift = shifts[2] + own.shift
+            kv_length = own.kv_length
         rows = first_row + gl.arange(0, ROWS, layout=OF_ROWS)
-        q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1), 1) + shifts[2]
+        q_idx = gl.expand_dims(gl.minimum(rows, end_row - 1), 1) + q_shift
         if call.READ_ROWS is not None:
             read = call.READ_ROWS(mod_b, mod_h, q_idx, call.tables, mods.ints, mods.floats)
         else:
@@ -652,26 +797,28 @@ def consume(call, ME: gl.constexpr):
             first, end, full = said_of_step(
                 call.step_words, slot, masked > 0, MASKED, EVEN, ALWAYS,
             )
-            first_read = tables_of_step(inputs, mods, first, call.kv_length, ring.BLOCK_N)
+            first_read = tables_of_step(inputs, mods, first, kv_length, ring.BLOCK_N)
             raw_later = products_of_keys(queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(ring.k_empty.index(slot), count=1)
             weights, _alpha, softmax = weights_of(
-                raw, softmax, first, end, full, masked > 0, with_tables(inputs, first_read), mods,
-                call, MASKED, EVEN,
+                raw, softmax, first, end, full, masked > 0, with_tables(inputs, first_read),
+                kv_length, mods, call, MASKED, EVEN,
             )
             handed = handed_over(weights, ring.v_bufs, APART)
             step += 1
             # Steps that may have dead pairs come first.
             for i in range(1, masked if APART else steps):
                 handed, acc, softmax = advance(
-                    step, handed, acc, softmax, i < masked, inputs, mods, call, ME, MASKED, EVEN,
+                    step, handed, acc, softmax, i < masked, inputs, kv_length, mods, call, ME,
+                    MASKED, EVEN,
                 )
                 step += 1
             if APART:
                 for _ in range(gl.maximum(masked, 1), steps):
                     handed, acc, softmax = advance(
-                        step, handed, acc, softmax, False, inputs, mods, call, ME, False, True,
+                        step, handed, acc, softmax, False, inputs, kv_length, mods, call, ME,
+                        False, True,
                     )
                     step += 1
             slot = (step - 1) % ring.STAGES
@@ -693,8 +840,8 @@ def consume(call, ME: gl.constexpr):
         excess = gl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
         if gl.max(inexact.to(gl.int32), 0) > 0:
             row_max, row_sum = write_nonfinite_rows(
-                call.tensors, call.mask, call.mods, call.tables, b, h, first_row, q_length,
-                call.kv_length, ROWS, OF_ROWS,
+                call.tensors, call.mask, call.mods, call.tables, b, h, first_row, end_row,
+                kv_length, ROWS, OF_ROWS, own=own, sequences=call.sequences, PAGE=call.PAGE,
             )
             excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
@@ -708,16 +855,19 @@ def consume(call, ME: gl.constexpr):
             if WANT_REST and not SHARES_ROOM:
                 place_parts(acc, outputs.r_bufs, ME, True)
             fence_async_shared()
-            store_parts(outputs.o_descs, outputs.o_bufs, ME, b, h, first_row)
+            if own is None:
+                store_parts(outputs.o_descs, outputs.o_bufs, ME, b, h, first_row)
+            else:
+                store_bounded(outputs.o_descs, outputs.o_bufs, ME, h, first_row, end_row)
             if WANT_REST:
                 if SHARES_ROOM:
                     tma.store_wait(0)
                     place_parts(acc, outputs.r_bufs, ME, True)
                     fence_async_shared()
                 store_parts(outputs.r_descs, outputs.r_bufs, ME, b, h, first_row)
-        at = gl.cast(b * call.heads + h, gl.int64) * q_length + rows
+        at = gl.cast(b * call.heads + h, gl.int64) * call.q_length + rows
         write_row_sums(
-            row_max, row_sum, excess, softmax.nans, at, rows < q_length, scale, call.results,
+            row_max, row_sum, excess, softmax.nans, at, rows < end_row, scale, call.results,
         )
         if SHARES_ROOM:
             tma.store_wait(0)
@@ -733,14 +883,15 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, q2_desc, k2_desc, v2_desc, o2_desc, r2_desc, query,
     key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, tops, lse,
     max_scores, counter, offsets, ends, runs, mask_strides, tile_order, order_strides, ordered,
-    tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length, tiles,
-    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
-    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
-    EVEN: gl.constexpr, DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr,
-    APART: gl.constexpr, CHAINS: gl.constexpr, SHARES_ROOM: gl.constexpr,
+    tables, ints, floats, shifts, scale, sequences, short_rows, batch_heads, heads, q_length,
+    kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr,
+    MASK_SCORES: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, PAGE: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, PINNED: gl.constexpr,
+    SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr, SHARES_ROOM: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -750,10 +901,14 @@ def forward_kernel(
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of boxes of 64 or
             BLOCK_N rows, D or DV columns, or where there are second parts (q2_desc), the columns
-            of the first. Without WANT_REST rest's arguments are None.
+            of the first. Without WANT_REST rest's arguments are None. Where queries are packed
+            they are those of `packed_forward_call.bounded_boxes`.
         query, key, value, out, rest: pointers for `write_nonfinite_rows`, with strides (b, h,
             row) in elements.
         counter: used where DYNAMIC and programs are fewer than tiles.
+        sequences: see `anyflex_triton.kernel_arguments`; where it is given `tiles` is the number
+            of rows of blocks.
+        short_rows: packed sequences with at most this many query rows aren't computed.
         Q_BLOCK: a multiple of a tile's rows.
         PINNED: whether a step's softmax overlaps the product of the previous weights: see `pin`.
         SKIPS: whether warps skip rescaling by factors of 1: see `rescaled`.
@@ -779,10 +934,17 @@ def forward_kernel(
         r_bufs = buffers(r_descs, CONSUMERS)
     else:
         r_bufs = o_bufs
-    k_bufs = buffers(k_descs, STAGES)
-    v_bufs = buffers(v_descs, STAGES)
+    if PAGE == 0:
+        k_bufs = buffers(k_descs, STAGES)
+        v_bufs = buffers(v_descs, STAGES)
+    else:
+        k_bufs = paged_buffers(k_descs, STAGES, BLOCK_N, D)
+        v_bufs = paged_buffers(v_descs, STAGES, BLOCK_N, DV)
     tile_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
     step_words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
+    own_words = None
+    if sequences is not None:
+        own_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
     passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
@@ -800,7 +962,8 @@ def forward_kernel(
     fence_async_shared()
     descs = LoadDescriptors(q=q_descs, k=k_descs, v=v_descs, D=D, DV=DV)
     queries = TileQueries(
-        bufs=q_bufs, full=q_full, passed=passed, words=tile_words, CONSUMERS=CONSUMERS,
+        bufs=q_bufs, full=q_full, passed=passed, words=tile_words, own_words=own_words,
+        CONSUMERS=CONSUMERS,
     )
     ring = KeyRing(
         k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, k_empty=k_empty, v_full=v_full,
@@ -813,7 +976,8 @@ def forward_kernel(
     schedule = TileSchedule(
         counter=counter, tile_order=tile_order, order_strides=order_strides, ordered=ordered,
         batch_heads=batch_heads, heads=heads, tiles=tiles, head_group=head_group, GROUP=GROUP,
-        KV_SHARED=KV_SHARED, DYNAMIC=DYNAMIC,
+        KV_SHARED=KV_SHARED, DYNAMIC=DYNAMIC, sequences=sequences, short_rows=short_rows,
+        q_length=q_length, PAGE=PAGE,
     )
     call = ConsumerCall(
         queries=queries, ring=ring, step_words=step_words,
@@ -840,8 +1004,9 @@ def forward_kernel(
             ints=ints, floats=floats, shifts=shifts, scale=scale, READ_COLUMNS=READ_COLUMNS,
             SCORE_MOD=SCORE_MOD_OF_READ, MASK_SCORES=MASK_SCORES,
         ),
-        heads=heads, q_length=q_length, kv_length=kv_length, READ_ROWS=READ_ROWS, MASKED=MASKED,
-        EVEN=EVEN, PINNED=PINNED, SKIPS=SKIPS, APART=APART, CHAINS=CHAINS,
+        heads=heads, q_length=q_length, kv_length=kv_length, sequences=sequences, PAGE=PAGE,
+        READ_ROWS=READ_ROWS, MASKED=MASKED, EVEN=EVEN, PINNED=PINNED, SKIPS=SKIPS, APART=APART,
+        CHAINS=CHAINS,
     )
     # Spelled out: constexprs stop being constexpr when they pass through a named or concatenated
     # tuple.

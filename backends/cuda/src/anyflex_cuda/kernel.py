@@ -43,6 +43,7 @@ from anyflex_cuda.gluon_kernels import (
     refused_options,
 )
 from anyflex_cuda.gluon_launch import is_boxed
+from anyflex_cuda.packed_forward_call import PackedForward
 from anyflex_triton.building import (
     KernelInputs,
     Program,
@@ -66,7 +67,7 @@ class CudaKernel(TritonKernel):
         self._tiles = tiles_for(spec)
         self._small_tiles = small_tiles_for(spec)
         self._decode_tiles = decode_tiles(spec)
-        of_portable = refused_options(overrides, FORWARD_OPTIONS)
+        of_portable = self._refused_options = refused_options(overrides, FORWARD_OPTIONS)
         self._refused = of_portable or refused_spec(spec, self._tiles)
         self._refused_decode = of_portable or refused_decode_spec(spec)
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
@@ -82,6 +83,7 @@ class CudaKernel(TritonKernel):
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, given.source, self._fast_tanh, given.files)
+        self._packed_forward = PackedForward(self._hopper)
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 
     def describe(self, call: Call) -> str:
@@ -99,6 +101,8 @@ class CudaKernel(TritonKernel):
         return f"{forward}, backward hopper{wide}" + (f", {rest} portable" if rest else "")
 
     def _describe_forward(self, call: Call) -> str:
+        if call.packed is not None and self._refused_forward(call) is None:
+            return self._packed_forward.describe()
         fit = self._fit(call)
         if fit is None:
             reason = self._refused_forward(call)
@@ -110,6 +114,8 @@ class CudaKernel(TritonKernel):
 
     def _refused_forward(self, call: Call) -> str | None:
         """Return why forward takes the portable kernels, or None."""
+        if call.packed is not None:
+            return self._refused_options or self._packed_forward.refusal(call)
         if self._decodes(call):
             return (
                 self._refused_decode
@@ -121,6 +127,8 @@ class CudaKernel(TritonKernel):
     def _fit(self, call: Call) -> Fit | DecodeFit | None:
         """Return the call's fit for Hopper's forward or its decoding, or None where neither takes
         the call."""
+        if call.packed is not None:
+            return None
         if self._refused is not None and self._refused_decode is not None:
             return None
         return self._hopper.kept_fit(call, self._fit_of)
@@ -154,6 +162,8 @@ class CudaKernel(TritonKernel):
         counter or nothing, its decoding what `DecodeFit` says, its backward `backward_workspace`
         and, where the portable pass over query rows makes some gradient, that pass's."""
         if direction == "forward":
+            if call.packed is not None and self._refused_forward(call) is None:
+                return self._packed_forward.workspace(call)
             fit = self._fit(call)
             if fit is not None:
                 return fit.workspace
@@ -170,6 +180,10 @@ class CudaKernel(TritonKernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
+        if call.packed is not None and self._refused_forward(call) is None:
+            counter = out.workspace[0] if out.workspace else None
+            self._packed_forward.launch(call, out, counter, 0)
+            return
         fit = self._fit(call)
         if fit is None:
             super().forward(call, out)

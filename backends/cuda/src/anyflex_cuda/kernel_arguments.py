@@ -35,6 +35,8 @@ ARGUMENTS = (
     Arguments(("row_tiles", "key_tiles"), "i32", "elements of odd_rows and odd_keys"),
     Arguments(("row_programs",), "i32", "number of programs, the first ones, that look at rows"),
     Arguments(("TILES",), None, "number of tiles that a program looks at"),
+    Arguments(("short_rows",), "i32",
+              "packed sequences with at most this many query rows aren't computed"),
     # Decoding
     Arguments(("edges",), "*i32", "edges and steps of a mask: see `decode_steps.steps_kernel`"),
     Arguments(("counts",), "*i64", "number of a unit's parts that are written"),

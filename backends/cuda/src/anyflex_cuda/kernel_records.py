@@ -118,7 +118,7 @@ class StepMods:
 @record
 class TileSchedule:
     """Order in which programs take tiles, and numbers of heads: arguments of
-    `hopper_forward.forward_kernel`."""
+    `hopper_forward.forward_kernel`. The last ones are used where queries are packed."""
 
     counter: Any
     tile_order: Any
@@ -131,3 +131,7 @@ class TileSchedule:
     GROUP: Any
     KV_SHARED: Any
     DYNAMIC: Any
+    sequences: Any = None
+    short_rows: Any = None
+    q_length: Any = None
+    PAGE: Any = None

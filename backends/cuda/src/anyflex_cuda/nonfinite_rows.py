@@ -21,6 +21,7 @@ from anyflex_triton.device_functions import (
     masked_scores,
     nonfinite,
     nonfinite_counts,
+    pages_of_sequence,
     record,
     sum_of_counts,
     unit_of_scores,
@@ -44,11 +45,15 @@ class PointedRows:
     Attributes:
         stride: elements from a row to the next.
         DIM: number of columns.
+        pages: `anyflex_triton.kernel_records.Pages` where they are keys in pages; then page_stride
+            is what lies from a page to the next, and base a pointer to the first page.
     """
 
     base: Any
     stride: Any
     DIM: Any
+    pages: Any = None
+    page_stride: Any = None
 
 
 # Argument lists would be a line an argument.
@@ -80,7 +85,15 @@ def load_part(
         rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
         columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     columns += first_column
-    at = pointed.base + rows.to(gl.int64) * pointed.stride + columns
+    if pointed.pages is None:
+        at = pointed.base + rows.to(gl.int64) * pointed.stride + columns
+    else:
+        page = gl.load(
+            pointed.pages.table + rows // pointed.pages.SIZE, mask=rows < end, other=0,
+        )
+        page = gl.maximum(gl.minimum(page, pointed.pages.last), 0).to(gl.int64)
+        row = (rows % pointed.pages.SIZE).to(gl.int64)
+        at = pointed.base + page * pointed.page_stride + row * pointed.stride + columns
     return gl.load(at, mask=(rows < end) & (columns < pointed.DIM), other=0.0)
 
 
@@ -144,9 +157,26 @@ def add_nonfinite_step(
 
 
 @gluon.jit
+def keys_of(tensor, strides, b, h, first, pages, DIM: gl.constexpr):
+    """Return the `PointedRows` of one head's keys or values.
+
+    Args:
+        first: row that counts as the first one, or None.
+        pages: as in `PointedRows`.
+    """
+    base = tensor + place_of(strides, b, h)
+    if pages is None and first is not None:
+        base += gl.cast(first, gl.int64) * strides[2]
+    return PointedRows(
+        base=base, stride=strides[2], DIM=DIM, pages=pages, page_stride=strides[0],
+    )
+
+
+@gluon.jit
 def write_nonfinite_rows(
     tensors, mask, mods, tables, b, h, first_row, q_length, kv_length, ROWS: gl.constexpr,
-    SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART,
+    SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART, own=None, sequences=None,
+    PAGE: gl.constexpr = 0,
 ):
     """Write out and rest of ROWS rows from `first_row` on. Return each row's largest of
     `final_scores` and the sum of weights relative to it, in SUMS_LAYOUT.
@@ -155,16 +185,29 @@ def write_nonfinite_rows(
         tensors, mask: `PointedTensors` and `MaskRuns`.
         mods: `anyflex_triton.kernel_records.Mods`.
         COLUMNS: number of columns computed at a time.
+        own: the `anyflex_triton.sequences.SequenceTile` that the rows are in, whose `end_row` and
+            `kv_length` are q_length and kv_length; None where queries aren't packed.
+        sequences, PAGE: see `anyflex_triton.kernel_arguments`.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     VALUE_DIM: gl.constexpr = tensors.VALUE_DIM
+    mod_b = b + mods.shifts[0]
+    q_shift = mods.shifts[2]
+    pages = None
+    if own is None:
+        first_key = None
+    else:
+        mod_b += own.b
+        q_shift += own.shift
+        first_key = own.kv_begin
+        if PAGE > 0:
+            pages = pages_of_sequence(sequences, own.owner, PAGE)
     if mask.HAS_MASK:
-        run, last_run = mask_row(
-            mask.offsets, mask.ends, mask.strides, b, h, first_row // mask.Q_BLOCK,
-        )
+        block = first_row // mask.Q_BLOCK if own is None else own.row
+        run, last_run = mask_row(mask.offsets, mask.ends, mask.strides, b, h, block)
     else:
         run = gl.to_tensor(0)
         last_run = gl.to_tensor(1)
@@ -173,19 +216,12 @@ def write_nonfinite_rows(
         base=tensors.query + place_of(tensors.q_strides, b, h), stride=tensors.q_strides[2],
         DIM=tensors.DIM,
     )
-    keys = PointedRows(
-        base=tensors.key + place_of(tensors.k_strides, kv_b, h // tensors.GROUP),
-        stride=tensors.k_strides[2], DIM=tensors.DIM,
-    )
-    values = PointedRows(
-        base=tensors.value + place_of(tensors.v_strides, kv_b, h // tensors.GROUP),
-        stride=tensors.v_strides[2], DIM=VALUE_DIM,
-    )
+    kv_head = h // tensors.GROUP
+    keys = keys_of(tensors.key, tensors.k_strides, kv_b, kv_head, first_key, pages, tensors.DIM)
+    values = keys_of(tensors.value, tensors.v_strides, kv_b, kv_head, first_key, pages, VALUE_DIM)
     rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=OF_ROWS), 1)
-    q_idx = gl.minimum(rows, q_length - 1) + mods.shifts[2]
-    inputs = ModInputs(
-        b=b + mods.shifts[0], h=h + mods.shifts[1], q_idx=q_idx, kv_idx=None, tables=tables,
-    )
+    q_idx = gl.minimum(rows, q_length - 1) + q_shift
+    inputs = ModInputs(b=mod_b, h=h + mods.shifts[1], q_idx=q_idx, kv_idx=None, tables=tables)
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
     row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)

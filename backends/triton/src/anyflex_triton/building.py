@@ -9,6 +9,7 @@ Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the 
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
 Launches               `Launch`, `FixedLaunch`, `launch_all`; `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
+Packed sequences       `sequences_of`, an argument of kernels
 Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
 Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`
 =====================  ============================================================================
@@ -41,7 +42,7 @@ from anyflex_triton.backward_call import (
 )
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
-from anyflex_triton.forward_call import NeededNext, compile_with_next
+from anyflex_triton.forward_call import NeededNext, compile_with_next, sequences_of
 from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
@@ -110,6 +111,7 @@ __all__ = [
     "padded",
     "pointer_type",
     "row_values_launch",
+    "sequences_of",
     "source_for",
     "split_arguments",
     "sums_launch",

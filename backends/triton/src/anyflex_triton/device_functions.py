@@ -19,11 +19,13 @@ from anyflex_triton.kernel_records import (
     ModGradients,
     ModInputs,
     Mods,
+    Pages,
     RowLayouts,
     RowResults,
     RowValues,
 )
 from anyflex_triton.records import record
+from anyflex_triton.sequences import SequenceTile, pages_of_sequence, sequence_of_tile
 from anyflex_triton.tiles import (
     FAR,
     FULL,
@@ -52,9 +54,11 @@ __all__ = [
     "ModGradients",
     "ModInputs",
     "Mods",
+    "Pages",
     "RowLayouts",
     "RowResults",
     "RowValues",
+    "SequenceTile",
     "add_to_keys",
     "add_to_queries",
     "bounded_run",
@@ -66,8 +70,10 @@ __all__ = [
     "nonfinite",
     "nonfinite_counts",
     "operations",
+    "pages_of_sequence",
     "record",
     "rows_by_pointers",
+    "sequence_of_tile",
     "store_parts",
     "store_row",
     "store_row_values",

@@ -39,6 +39,7 @@ __all__ = [
     "launch_decode",
     "launch_prefill",
     "packed_heads",
+    "sequences_of",
     "splits_of",
 ]
 

@@ -11,7 +11,13 @@ from anyflex_triton.kernel_records import HeadRows, Pages, Scales
 from anyflex_triton.records import record
 from anyflex_triton.tiles import store_rows, tensor_at
 
-__all__ = ["SequenceTile", "keys_of_sequence", "sequence_of_tile", "store_nobody"]
+__all__ = [
+    "SequenceTile",
+    "keys_of_sequence",
+    "pages_of_sequence",
+    "sequence_of_tile",
+    "store_nobody",
+]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -73,8 +79,19 @@ def sequence_of_tile(
     return SequenceTile(
         row=row, owner=owner, first_row=first_row, end_row=end_row, last_row=end - 1,
         nobodys=nobodys, b=tl.load(slots + owner), shift=tl.load(q_starts + owner) - begin,
-        kv_begin=kv_begin, kv_length=tl.maximum(kv_length, 0),
+        kv_begin=kv_begin, kv_length=tl.where(nobodys, 0, tl.maximum(kv_length, 0)),
     )
+
+
+@triton.jit
+def pages_of_sequence(sequences, owner, PAGE: tl.constexpr):
+    """Return the `Pages` of a sequence, given its number."""
+    table, table_rows, pool, stride, height, named = (
+        sequences[6], sequences[7], sequences[11], sequences[12], sequences[13], sequences[14],
+    )
+    line = tl.where(named != 0, tl.load(table_rows + owner), owner)
+    line = tl.maximum(tl.minimum(line, height - 1), 0)
+    return Pages(table=table + line * stride, last=pool - 1, SIZE=PAGE)
 
 
 @triton.jit
@@ -91,12 +108,7 @@ def keys_of_sequence(rows, sequences, found, scales, kv_head, PAGE: tl.constexpr
         pages = None
     else:
         base = rows.base
-        table, table_rows, pool, stride, height, named = (
-            sequences[6], sequences[7], sequences[11], sequences[12], sequences[13], sequences[14],
-        )
-        line = tl.where(named != 0, tl.load(table_rows + found.owner), found.owner)
-        line = tl.maximum(tl.minimum(line, height - 1), 0)
-        pages = Pages(table=table + line * stride, last=pool - 1, SIZE=PAGE)
+        pages = pages_of_sequence(sequences, found.owner, PAGE)
     of_rows = None
     if scales is not None:
         first = scales[0] + kv_head.to(tl.int64) * scales[2] + found.kv_begin * scales[3]

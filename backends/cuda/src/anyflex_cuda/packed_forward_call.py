@@ -1,0 +1,205 @@
+"""Launch of forward on Hopper for packed queries: which calls it takes, and its descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from anyflex.plugin import Call, Outputs, PackedRows, Spec, TensorSpec
+from anyflex_cuda import forward_call
+from anyflex_cuda.forward_call import (
+    COUNTER,
+    DESCRIBED,
+    Tiles,
+    boxes_for,
+    program_for,
+    refusal,
+    refused_spec,
+    tiles_for,
+)
+from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_launch import strides_of
+from anyflex_triton.building import (
+    FixedLaunch,
+    Program,
+    call_sizes,
+    mask_rows,
+    output_values,
+    sequences_of,
+    wanted_outputs,
+)
+
+__all__ = [
+    "PackedForward",
+    "RowsBefore",
+    "bounded_boxes",
+    "tiles_of_packed",
+]
+
+_BLOCK = 128
+"""Query rows of an entry of `PackedRows.blocks`."""
+_PAGE_MULTIPLE = 16
+"""Rows that a page's size is a multiple of: fewer don't fill the patterns of shared memory."""
+_FAR = 1 << 30
+"""Size of a descriptor's outer dimension of rows. No tensor has as many: the kernel cuts what it
+reads on the device to the tensor's rows, and the inner dimension does the rest."""
+_KEPT = 64
+"""Maximum number of layouts of calls whose launches are kept."""
+
+Boxed = tuple[list[int], list[int], list[int]]
+
+
+class RowsBefore(NamedTuple):
+    """A tensor's address as a descriptor takes it, `bytes` before the tensor's memory begins.
+    Nothing there is read or written: see `packed_tiles`."""
+
+    tensor: Tensor
+    bytes: int
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self.tensor.data_ptr() - self.bytes
+
+
+def bounded_boxes(tensor: Tensor, box: tuple[int, ...]) -> Boxed:
+    """Return the arguments of a descriptor of `packed_tiles` after its address.
+
+    Args:
+        tensor: [1, H, rows, dims], or a pool of pages [P, H, page, dims].
+        box: of `boxes_for`. One of five dimensions begins with a page.
+    """
+    pages, heads, _, dims = tensor.shape
+    page, head, row, _ = strides_of(tensor.shape, tensor.stride(), tensor.element_size())
+    shape, strides = [heads, _FAR, box[-2], dims], [head, row, row, 1]
+    if len(box) == 5:
+        shape, strides = [pages, *shape], [page, *strides]
+    return shape, strides, list(box)
+
+
+class Laid(NamedTuple):
+    """Launch for calls of one layout.
+
+    Args:
+        launch: all but a call's own values.
+        before: for each tensor with descriptors, bytes from their address to its memory.
+    """
+
+    launch: FixedLaunch
+    before: Mapping[str, int]
+
+
+def tiles_of_packed(spec: Spec) -> Tiles:
+    """Return the tiles of packed calls."""
+    tiles = tiles_for(spec)
+    if spec.page_size and tiles.consumers == 2:
+        # The producer looks up pages.
+        return tiles._replace(registers=(224, 56))
+    return tiles
+
+
+class PackedForward:
+    """Forward of a spec's packed calls. Thread-safe.
+
+    Args:
+        made: the spec's programs in Gluon.
+    """
+
+    def __init__(self, made: GluonPrograms) -> None:
+        self._made = made
+        self._tiles = tiles_of_packed(made.spec)
+        self._refused = _refused_spec(made.spec, self._tiles)
+        self._laid: dict[object, Laid] = {}
+
+    def refusal(self, call: Call) -> str | None:
+        """Return why a packed call takes the portable kernel, or None."""
+        return self._refused or refusal(call)
+
+    def workspace(self, call: Call) -> tuple[TensorSpec, ...]:
+        """Return the workspace of a call that isn't refused."""
+        items, programs = self._grid(call)
+        return COUNTER if programs < items else ()
+
+    def describe(self) -> str:
+        """Return ``hopper packed 128x128``."""
+        return f"hopper packed {self._tiles.block_m}x{self._tiles.block_n}"
+
+    def launch(self, call: Call, out: Outputs, counter: Tensor | None, short_rows: int) -> None:
+        """Launch the kernel for a call that isn't refused, on the current stream. What it reads
+        on the device may change in a captured graph. Rows that belong to nobody are written too.
+
+        Args:
+            counter: the tensor of `workspace`, if any.
+            short_rows: sequences with at most this many query rows are left to another kernel.
+        """
+        made, packed, result = self._made, _rows_of(call), out.out
+        mods = made.mods(call, False)
+        tensors = {"query": call.query, "key": call.key, "value": call.value, "out": result}
+        _, programs = self._grid(call)
+        # Launches don't depend on the number of query rows, which changes with each step.
+        key = (
+            programs, mods.key, out.lse is None, out.max_scores is None, call.key.shape[:2],
+            call.query.shape[1], call.query.shape[2] == 1, call.key.shape[2] == 1,
+            *[tensor.stride() for tensor in tensors.values()],
+        )  # fmt: skip
+        laid = self._laid.get(key)
+        if laid is None:
+            if len(self._laid) >= _KEPT:
+                self._laid.clear()
+            program = program_for(made, self._tiles, mods, False, wanted_outputs(out))
+            laid = _laid(program, programs, tensors, boxes_for(self._tiles, made.spec))
+            self._laid[key] = laid
+        values = {
+            **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
+            **output_values(out, result),
+            **tensors,
+            **{_lowered(name): RowsBefore(tensors[name], n) for name, n in laid.before.items()},
+            **call_sizes(call),
+            "counter": result if counter is None else counter,
+            "sequences": sequences_of(call, packed, self._tiles.block_m),
+            "short_rows": short_rows,
+            "tiles": packed.blocks.shape[0],
+            "head_group": made.head_group(call.query.shape[1], packed.max_kv),
+        }
+        laid.launch.run(call.query.device, values)
+
+    def _grid(self, call: Call) -> tuple[int, int]:
+        """Return the number of tiles that a call may have, and the number of programs."""
+        blocks = _rows_of(call).blocks.shape[0] * (_BLOCK // self._tiles.block_m)
+        items = blocks * call.query.shape[1]
+        return items, min(items, forward_call.cores(call.query.device))
+
+
+def _rows_of(call: Call) -> PackedRows:
+    assert call.packed is not None
+    return call.packed
+
+
+def _refused_spec(spec: Spec, tiles: Tiles) -> str | None:
+    """Return why no packed call of a spec takes Hopper's forward, or None."""
+    if spec.page_size % _PAGE_MULTIPLE:
+        return f"pages of {spec.page_size} rows, which aren't a multiple of {_PAGE_MULTIPLE}"
+    if spec.kv_storage != "plain":
+        return f"keys and values stored as {spec.kv_storage}"
+    return refused_spec(spec, tiles)
+
+
+def _laid(
+    program: Program, programs: int, tensors: Mapping[str, Tensor],
+    boxes: Mapping[str, tuple[int, ...]],
+) -> Laid:  # fmt: skip
+    fixed: dict[str, object] = {f"{t[0]}_strides": x.stride()[:3] for t, x in tensors.items()}
+    before, described = {}, {}
+    for name, box in boxes.items():
+        tensor = DESCRIBED[name]
+        if tensor in tensors:
+            _, strides, _ = fixed[name] = bounded_boxes(tensors[tensor], box)
+            before[tensor] = box[-2] * strides[-2] * tensors[tensor].element_size()
+            described[name] = _lowered(tensor)
+    return Laid(FixedLaunch(program, programs, fixed, described), before)
+
+
+def _lowered(tensor: str) -> str:
+    """Return the name of a tensor's address for descriptors."""
+    return f"{tensor}_rows_before"
