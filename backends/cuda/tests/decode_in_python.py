@@ -34,6 +34,7 @@ from anyflex_cuda import (
     forward_call,
     hopper_decode,
     nonfinite_rows,
+    packed_steps,
     smem_mailbox,
     split_tiles,
     write_softmax_stats,
@@ -47,8 +48,8 @@ from interpreting import hasten
 
 LOWEST = torch.finfo(torch.float32).min
 CALLED = (
-    tiles, forward, decode_steps, nonfinite_rows, smem_mailbox, apply_mods, split_tiles,
-       write_softmax_stats, decode_parts,
+    tiles, forward, decode_steps, packed_steps, nonfinite_rows, smem_mailbox, apply_mods,
+    split_tiles, write_softmax_stats, decode_parts,
 )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ class Shared:
         return self._view(self.array[tuple(places)])
 
     def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> Any:
-        if len(shape) == 6:
+        if len(shape) > 4:
             return Pieces(self, shape)
         other = self.others.setdefault(_begins(self.array), np.full(shape, np.nan))
         assert other.shape == tuple(shape), "one other type a place"

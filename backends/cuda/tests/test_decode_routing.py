@@ -68,7 +68,7 @@ def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
     # Heads are 128 elements apart, counted in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
     # The workspace has counts in 64 bits, values, and sums.
-    assert values["partial_out"].shape == (4 * 2 + (grid + 4) * 4 * (128 + 3),)
+    assert values["partial_out"].shape == (4 * 2 + 2 * grid * 4 * (128 + 3),)
     assert values["counts"] is values["partial_out"]
 
 

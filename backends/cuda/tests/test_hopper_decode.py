@@ -20,6 +20,7 @@ from anyflex_cuda import (
     decode_steps,
     hopper_decode,
     nonfinite_rows,
+    packed_steps,
     smem_mailbox,
     split_tiles,
     write_softmax_stats,
@@ -27,8 +28,8 @@ from anyflex_cuda import (
 from anyflex_triton import forward, tiles
 
 CALLED = (
-    tiles, forward, decode_steps, nonfinite_rows, smem_mailbox, apply_mods, split_tiles,
-    write_softmax_stats, decode_parts,
+    tiles, forward, decode_steps, packed_steps, nonfinite_rows, smem_mailbox, apply_mods,
+    split_tiles, write_softmax_stats, decode_parts,
 )  # fmt: skip
 FULL = 1
 MARK = 77 << 16
@@ -133,7 +134,7 @@ class Case:
         unit_steps = -(-keys // self.block_n)
         each = np.diff(edges) if self.plan else np.array([unit_steps])
         of_units = np.repeat(np.broadcast_to(each, self.batch), self.kv_heads)
-        places = self.programs + self.batch * self.kv_heads
+        places = 2 * self.programs
         # Counts and floats share memory, but a float has 64 bits here.
         units = self.batch * self.kv_heads
         counted = -(-units // 2) * 4
@@ -167,7 +168,8 @@ class Case:
                 "v_strides": tuple(stride // 8 for stride in v.strides[:3]),
                 "edges": Pointer(np.concatenate([edges, steps.ravel()])), "tables": (), "ints": (),
                 "floats": (), "shifts": shifts, "scale": scale, "batch": self.batch,
-                "kv_heads": self.kv_heads, "q_length": rows, "kv_length": keys,
+                "kv_heads": self.kv_heads, "q_length": rows, "most_rows": rows,
+                "kv_length": keys, "sequences": None, "PAGE": 0, "ALONE": False,
                 "unit_steps": unit_steps, "most": steps.shape[1], "groups": self.groups,
                 "SCORE_MOD": softcap if self.has_score_mod else None,
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "PLAN": self.plan,
@@ -191,7 +193,7 @@ class Case:
                 for program in range(self.programs)
             ]
             parts = [
-                program + unit
+                2 * program + (begin <= end - count)
                 for program, (begin, stop) in enumerate(shares)
                 if max(end - count, begin) < min(end, stop)
             ]
@@ -203,7 +205,7 @@ class Case:
                 if self.has_score_mod:
                     score = softcap(score, b + 3, h + 5, row + 7, np.arange(keys) + 11)
                 score = np.where(live[b, h, row], score, -np.inf)
-                if self.adds:
+                if self.adds or len(parts) == 1:
                     found = out[b, row, h, : self.value_dim]
                     compare_rows(score, v[place, kv_head], found, *sums[:, b, h, row])
                 else:

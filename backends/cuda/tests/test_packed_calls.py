@@ -1,56 +1,155 @@
-"""Which packed calls take Hopper's own kernels."""
+"""Which calls of packed sequences take Hopper's kernels, without a GPU."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from recording import OnHopper, recording
+import torch
+from recording import OnHopper, drawn, recording
 
 import anyflex
 from anyflex.plugin import isolated, register
-from anyflex_cuda.packed_forward_call import PackedForward
+from anyflex_cuda.backend import CudaBackend
+from anyflex_cuda.decode_steps import EACH, NONE
+
+LENGTHS = (100, 0, 17, 900)
 
 
-def kernel_of(page: int, dtype: torch.dtype = torch.bfloat16, dims: int = 64) -> str:
-    """Return the portable kernels' description of a call of sequences of 200 rows, or nothing
-    where Hopper's kernel takes it."""
-    taken: list[Any] = []
-    rows = torch.tensor([0, *itertools.accumulate([200, 1])], dtype=torch.int32)
-    q = torch.zeros(201, 4, dims, dtype=dtype)
+def launched(
+    rows: int = 1,
+    heads: tuple[int, int] = (32, 8),
+    page: int = 64,
+    dim: int = 128,
+    mask: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Any]:
+    """Return the launches of a call whose sequences have `rows` query rows each."""
+    count = len(LENGTHS)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    offsets = torch.arange(count + 1, dtype=torch.int32) * rows
+    (query,) = drawn((count * rows, heads[0], dim), dtype=dtype)
     if page:
-        table = torch.arange(2 * -(-200 // page), dtype=torch.int32).view(2, -1)
-        k = torch.zeros(table.numel(), 2, page, dims, dtype=dtype)
-        lengths = torch.tensor([200, 1], dtype=torch.int32)
-        packed = anyflex.Packed(rows, lengths, page_table=table)
+        table = torch.zeros(count, -(-max(LENGTHS) // page), dtype=torch.int32)
+        batch = anyflex.Packed(offsets, lengths, page_table=table)
+        shape = (70, heads[1], page, dim)
     else:
-        k = torch.zeros(201, 2, dims, dtype=dtype)
-        packed = anyflex.Packed(rows)
-    with isolated(), pytest.MonkeyPatch.context() as patch:
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+        batch = anyflex.Packed(offsets, lengths, kv_offsets=ends)
+        shape = (sum(LENGTHS), heads[1], dim)
+    key, value = drawn(shape, shape, dtype=dtype)
+    with isolated():
         register("cuda", OnHopper)
-        launch = PackedForward.launch
-
-        def note(self: PackedForward, *given: Any) -> None:
-            taken.append(self.describe())
-            launch(self, *given)
-
-        patch.setattr(PackedForward, "launch", note)
-        with recording() as launched:
-            anyflex.flex_attention_packed(q, k, k, packed.begin(), enable_gqa=True, backend="cuda")
-    (program, _, _), *_ = launched
-    return taken[0] if taken else program.function.__name__
+        with recording() as launches:
+            anyflex.flex_attention_packed(
+                query, key, value, batch.begin(), mask_mod=mask, enable_gqa=True, backend="cuda"
+            )
+    return launches
 
 
-@pytest.mark.parametrize("page", [0, 16, 48, 64, 128, 256])
-def test_pages_of_whole_sixteenths_are_hopper_s(page: int) -> None:
-    assert kernel_of(page) == "hopper packed 128x128"
+def names_of(launches: list[Any]) -> list[str]:
+    return [
+        f"{program.function.__module__.split('.')[-1]}.{program.function.__name__}"
+        for program, _, _ in launches
+    ]
 
 
-def test_other_packed_calls_are_the_portable_kernels() -> None:
-    assert kernel_of(8) == kernel_of(24) == kernel_of(0, torch.float32) == "forward_kernel"
-    assert kernel_of(64, dims=68) == "forward_kernel"
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k + h
+
+
+DECODED = "hopper_decode.decode_kernel"
+ADDED = "decode_sums.combine_kernel"
+LISTED = ["packed_steps.list_kernel", DECODED]
+FORWARD = "hopper_forward.forward_kernel"
+PORTABLE = ["decode.decode_kernel", "decode.combine_kernel"]
+
+
+@pytest.mark.parametrize("page", [0, 16, 48, 64, 256])
+def test_decoding_is_one_launch_whose_grid_no_length_decides(page: int) -> None:
+    ((program, grid, values),) = launched(page=page)
+    assert names_of([(program, grid, values)]) == [DECODED]
+    assert grid == 2 * 132 and program.constants["PLAN"] == NONE.value
+    assert program.constants["ALONE"] and program.constants["ADDS"]
+    # Boxes of whole steps where a page has them, else as wide as the swizzle.
+    box = {16: [1, 1, 16, 64], 48: [1, 1, 16, 64]}.get(page, [1, 1, 64, 128])
+    assert values["k_desc"].block_shape == values["v_desc"].block_shape == box
+    assert (values["batch"], values["most"], values["most_rows"]) == (4, 15, 1)
+
+
+def test_a_mask_s_steps_are_listed_before_and_many_parts_added_up_after() -> None:
+    launches = launched(mask=causal)
+    assert names_of(launches) == LISTED
+    assert [grid for _, grid, _ in launches] == [4, 264]
+    assert launches[1][0].constants["PLAN"] == EACH.value
+    launches = launched(mask=causal, heads=(16, 1))
+    assert names_of(launches) == [*LISTED, ADDED]
+    assert launches[2][1] == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "names"),
+    [
+        ((32, 8), 4, [DECODED]),
+        ((32, 8), 16, [DECODED, ADDED]),
+        # Shorter sequences may be beside these.
+        ((32, 8), 17, [FORWARD, DECODED, ADDED]),
+        ((64, 1), 1, [DECODED, ADDED]),
+        ((128, 1), 1, ["forward.forward_kernel"]),
+        ((128, 1), 2, [FORWARD]),
+    ],
+)
+def test_a_tile_holds_the_rows_of_all_heads_of_a_key_head(
+    heads: tuple[int, int], rows: int, names: list[str]
+) -> None:
+    launches = launched(rows, heads)
+    assert names_of(launches) == names
+    for program, _, values in launches:
+        if program.function.__name__ == "decode_kernel":
+            # The other kernel writes rows that are nobody's.
+            assert program.constants["ALONE"] == (FORWARD not in names)
+            assert values["most_rows"] == min(rows, 64 * heads[1] // heads[0])
+        elif names[0] == FORWARD and "short_rows" in values:
+            assert values["short_rows"] == (64 * heads[1] // heads[0] if DECODED in names else 0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"page": 8}, {"dim": 160}, {"dim": 129}, {"mask": by_head}, {"dtype": torch.float32}],
+    ids=str,
+)
+def test_other_decoding_takes_the_portable_kernels(given: dict[str, Any]) -> None:
+    assert names_of(launched(**given)) == PORTABLE
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, [FORWARD, DECODED, ADDED]),
+        ({"page": 0}, [FORWARD, DECODED, ADDED]),
+        ({"page": 48}, [FORWARD, DECODED, ADDED]),
+        ({"mask": by_head}, [FORWARD]),
+        ({"dim": 192}, [FORWARD]),
+        ({"page": 8}, ["forward.forward_kernel"]),
+        ({"page": 24}, ["forward.forward_kernel"]),
+        ({"dtype": torch.float32}, ["forward.forward_kernel"]),
+        ({"dim": 68}, ["forward.forward_kernel"]),
+    ],
+    ids=str,
+)
+def test_long_sequences_take_forward_where_it_takes_their_layout(
+    given: dict[str, Any], names: list[str]
+) -> None:
+    assert names_of(launched(rows=20, **given)) == names
+
+
+def test_results_that_depend_on_the_batch_are_not_declared_otherwise() -> None:
+    assert not CudaBackend.capabilities.batch_invariant
+    assert {"q_layout", "kv_layout", "page_size"} <= CudaBackend.capabilities.known_fields

@@ -25,6 +25,7 @@ from torch import Tensor
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex_cuda import forward_call, hopper_forward, packed_tiles
+from anyflex_cuda.packed_decode_call import PackedDecode
 from anyflex_triton import sequences
 from anyflex_triton.building import Program
 
@@ -162,10 +163,12 @@ def pool_of(packed: Tensor, batch: Batch, table: Tensor, pages: int) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def of_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Core makes structures as on a device, where bounds alone are known."""
+    """Core makes structures as on a device, where bounds alone are known, and short sequences
+    aren't decoded."""
     # No public name leads there: users can't ask for it on a CPU.
     made = importlib.import_module("anyflex.packed.row_blocks").static_row_blocks
     monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", made)
+    monkeypatch.setattr(PackedDecode, "refusal", lambda decode, call: "forward is tested alone")
     yield
 
 

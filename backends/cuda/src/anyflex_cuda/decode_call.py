@@ -34,14 +34,19 @@ from anyflex_triton.building import (
 )
 
 __all__ = [
+    "MARK",
     "DecodeFit",
     "DecodeTiles",
+    "boxes_for",
     "decode_fit_of",
     "decode_program",
     "decode_tiles",
+    "how_added",
     "launch_decode",
+    "parts_workspace",
     "refused_decode",
     "refused_decode_spec",
+    "sums_launch",
 ]
 
 _LEAST_SHARE = 128
@@ -55,7 +60,7 @@ KB in 2 to 3 us, the launch latency of another kernel."""
 _ALIGNED_PROGRAMS = 15 / 16
 """Minimum fraction of the resident programs to launch, where with fewer of them fewer shares cross
 the ends of units."""
-_MARK = secrets.randbelow(1 << 46) * decode_parts.MOST_COUNTED.value
+MARK = secrets.randbelow(1 << 46) * decode_parts.MOST_COUNTED.value
 """Mark of `decode_parts.begin_count`. It is random, so that uninitialized memory practically never
 holds it."""
 
@@ -178,10 +183,8 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
     sharing = kv_heads if plan == decode_steps.EACH.value else units
     parts = programs // sharing + (0 if groups == units else 2)
     unit_rows = heads // kv_heads * length
-    floats = (programs + units) * unit_rows * (spec.value_head_dim + 3)
-    # Counts come first: see `decode_steps.counts_floats`.
-    workspace = [TensorSpec((-(-units // 2) * 4 + floats,), torch.float32)]
-    boxes = _boxes(spec, tiles)
+    workspace = [parts_workspace(spec, units, programs, unit_rows)]
+    boxes = boxes_for(spec, tiles)
     values: dict[str, object] = {
         **call_sizes(call),
         "k_desc": boxes_of(*layouts["key"], size, boxes["k_desc"]),
@@ -191,9 +194,10 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
         "v_strides": call.value.stride()[:3],
         "unit_steps": most,
         "most": most,
+        "most_rows": length,
         "programs": programs,
         "groups": groups,
-        "mark": _MARK,
+        "mark": MARK,
     }
     if call.mask is not None:
         entries = call.mask.shape[0]
@@ -204,10 +208,31 @@ def decode_fit_of(made: GluonPrograms, tiles: DecodeTiles, call: Call) -> Decode
         plan,
         even,
         programs,
-        parts * unit_rows <= _MOST_ADDED,
-        _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS,
+        *how_added(parts, unit_rows),
         batch * heads * length,
         values,
+    )
+
+
+def how_added(parts: int, unit_rows: int) -> tuple[bool, int]:
+    """Return (adds, at_once) of `DecodeFit`.
+
+    Args:
+        parts: maximum number of a unit's parts. unit_rows: of a unit.
+    """
+    at_once = _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS
+    return parts * unit_rows <= _MOST_ADDED, at_once
+
+
+def parts_workspace(spec: Spec, units: int, programs: int, rows: int) -> TensorSpec:
+    """Return the workspace of counts, values and sums of parts.
+
+    Args:
+        rows: maximum number of a unit's rows.
+    """
+    # Counts come first: see `decode_steps.counts_floats`. A program has two places for parts.
+    return TensorSpec(
+        (-(-units // 2) * 4 + 2 * programs * rows * (spec.value_head_dim + 3),), torch.float32
     )
 
 
@@ -230,7 +255,7 @@ def _aligned(programs: int, units: int, most: int) -> int:
 
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods: Mods, adds: bool, unit: int,
-    wanted: Mapping[str, bool],
+    wanted: Mapping[str, bool], alone: bool = False,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
@@ -239,16 +264,14 @@ def decode_program(
         mods: from `GluonPrograms.mods`.
         adds: as in `DecodeFit`. unit: as in out's `Layout`.
         wanted: from `wanted_outputs`.
+        alone: whether the rows of a packed call that are nobody's are this kernel's.
     """
     spec = made.spec
-    if not adds:
-        # Another kernel writes the outputs.
-        unit, wanted = 1, {**wanted, "WANT_LSE": False, "WANT_REST": False}
     # Imported here because most processes don't decode, and Triton reads the source of each of its
     # functions.
     from anyflex_cuda import hopper_decode
 
-    boxes = _boxes(spec, tiles)
+    boxes = boxes_for(spec, tiles)
     return made.program(
         hopper_decode.decode_kernel,
         {
@@ -258,10 +281,12 @@ def decode_program(
             "DV": _columns(spec.value_head_dim),
             "UNIT": unit,
             "ADDS": adds,
+            "ALONE": alone,
             **wanted,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
-            "PRODUCER_REGISTERS": 24,
+            # Several pages a step take more of them.
+            "PRODUCER_REGISTERS": 24 if boxes["k_desc"][2] == tiles.block_n else 40,
         },
         Options(4, 1, (("maxnreg", tiles.most_registers),)),
         types={
@@ -273,10 +298,14 @@ def decode_program(
     )
 
 
-def _boxes(spec: Spec, tiles: DecodeTiles) -> dict[str, tuple[int, ...]]:
+def boxes_for(spec: Spec, tiles: DecodeTiles) -> dict[str, tuple[int, ...]]:
+    """Return the boxes of keys and values: of a step, or of its part that no page ends within,
+    which are as wide as the swizzle."""
+    rows = math.gcd(tiles.block_n, spec.page_size)
+    dims = {"k_desc": spec.head_dim, "v_desc": spec.value_head_dim}
     return {
-        "k_desc": (1, 1, tiles.block_n, _columns(spec.head_dim)),
-        "v_desc": (1, 1, tiles.block_n, _columns(spec.value_head_dim)),
+        name: (1, 1, rows, _columns(dim) if rows == tiles.block_n else 64)
+        for name, dim in dims.items()
     }
 
 
@@ -307,7 +336,9 @@ def launch_decode(
         fixed = {**fit.fixed, "o_strides": o_layout.strides}
         program = decode_program(made, tiles, fit.plan, mods, fit.adds, unit, wanted)
         main = FixedLaunch(program, fit.programs, fixed, DESCRIBED)
-        found = [main] if fit.adds else [main, _sums(portable, fit, unit, mods, wanted, fixed)]
+        found = [main]
+        if not fit.adds:
+            found.append(sums_launch(portable, fit, unit, mods, wanted, fixed))
         if call.mask is not None:
             constants = {"KV_BLOCK": portable.spec.block_size[1], "BLOCK_N": tiles.block_n}
             # One program for each entry, and one that counts.
@@ -321,7 +352,7 @@ def launch_decode(
     launch_all([part.launch(values) for part in parts], call.query.device)
 
 
-def _sums(
+def sums_launch(
     made: Programs, fit: DecodeFit, unit: int, mods: Mods, wanted: Mapping[str, bool],
     fixed: Mapping[str, object],
 ) -> FixedLaunch:  # fmt: skip

@@ -12,11 +12,13 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from anyflex_cuda.decode_steps import part_place
 from anyflex_cuda.write_softmax_stats import write_row_sums
 from anyflex_triton.device_functions import LOG2E, record
 
 __all__ = [
     "MOST_COUNTED",
+    "Unit",
     "UnitOutputs",
     "add_parts",
     "begin_count",
@@ -28,10 +30,32 @@ __all__ = [
 
 
 @record
+class Unit:
+    """A KV head of a batch entry, or of a packed sequence.
+
+    Attributes:
+        entry: number of the batch entry, or of the sequence. b: batch entry in query and out.
+        first_row, rows: first query row in each head, and their number.
+        mod_b: what mods see as b. q_shift: what is added to rows for q_idx.
+        keys: `packed_steps.KeyPlaces`.
+    """
+
+    entry: Any
+    b: Any
+    kv_head: Any
+    first_row: Any
+    rows: Any
+    mod_b: Any
+    q_shift: Any
+    keys: Any
+
+
+@record
 class UnitOutputs:
     """Output tensors of units' rows, and their shapes.
 
     Attributes:
+        q_length: query rows of a head in all. most_rows: as in `hopper_decode.decode_kernel`.
         o_strides: (b, h, row) of out, in units of UNIT elements. rest is contiguous.
         results: `anyflex_triton.kernel_records.RowResults`.
         GROUP: query heads of a unit. VALUE_DIM: columns of a row. DV: columns of a tile.
@@ -45,6 +69,7 @@ class UnitOutputs:
     scale: Any
     kv_heads: Any
     q_length: Any
+    most_rows: Any
     GROUP: Any
     VALUE_DIM: Any
     DV: Any
@@ -62,12 +87,12 @@ _AT_ONCE = gl.constexpr(16)
 
 
 @gluon.jit
-def rows_of_unit(packed, kv_head, q_length, GROUP: gl.constexpr):
-    """Return (whether it is a row of the unit, its query head, its query row) of packed rows. Rows
-    past the unit get indices that exist."""
-    inside = packed < GROUP * q_length
-    head = kv_head * GROUP + gl.minimum(packed // q_length, GROUP - 1)
-    return inside, head, packed % q_length
+def rows_of_unit(packed, unit, GROUP: gl.constexpr):
+    """Return (whether it is a row of the `Unit`, its query head, its query row) of packed rows.
+    Rows past the unit get indices that exist."""
+    inside = packed < GROUP * unit.rows
+    head = unit.kv_head * GROUP + gl.minimum(packed // unit.rows, GROUP - 1)
+    return inside, head, packed % unit.rows
 
 
 @gluon.jit
@@ -97,28 +122,35 @@ def counted(word, mark):
 
 @gluon.jit
 def places_of(
-    first, parts, first_row, rows_a_unit, TILE_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+    first, parts, first_row, outputs, unit, TILE_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """Return (places, whether they exist) of rows of parts, each [_AT_ONCE, TILE_ROWS]."""
+    """Return (places after the first part's, whether they exist) of rows of parts, each [_AT_ONCE,
+    TILE_ROWS]."""
     index = gl.expand_dims(first + gl.arange(0, _AT_ONCE, layout=gl.SliceLayout(1, LAYOUT)), 1)
     rows = gl.expand_dims(first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    return index * rows_a_unit + rows, (index < parts) & (rows < rows_a_unit)
+    place = part_place(0, index) - part_place(0, 0)
+    there = (index < parts) & (rows < outputs.GROUP * unit.rows)
+    return place * (outputs.GROUP * outputs.most_rows) + rows, there
 
 
 @gluon.jit
-def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
+def add_parts(partial_out, partial_sums, first_program, parts, outputs, unit):
     """Write a unit's rows from its parts.
 
     Args:
-        partial_out, partial_sums: pointers to the unit's first part; the others follow.
-        outputs: `UnitOutputs`.
+        partial_out, partial_sums: as in `hopper_decode.decode_kernel`.
+        first_program: the one that has the first part. parts: number of parts.
+        outputs: `UnitOutputs`. unit: `Unit`.
     """
     DV: gl.constexpr = outputs.DV
     VALUE_DIM: gl.constexpr = outputs.VALUE_DIM
     if outputs.results.SCORED:
-        unit = LOG2E
+        log_unit = LOG2E
     else:
-        unit = outputs.scale * LOG2E
+        log_unit = outputs.scale * LOG2E
+    begin = gl.cast(part_place(first_program, 0), gl.int64) * (outputs.GROUP * outputs.most_rows)
+    partial_out += begin * VALUE_DIM
+    partial_sums += begin * 3
     # Each thread loads 16 bytes of each part.
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
@@ -130,24 +162,25 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
     OF_PARTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     # One lane per part, so that each sum is loaded once.
     SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [1, 0])
-    rows_a_unit = outputs.GROUP * outputs.q_length
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, TILE))
     columns = gl.expand_dims(gl.expand_dims(columns, 0), 0)
-    for first_row in range(0, rows_a_unit, TILE_ROWS):
+    for first_row in range(0, outputs.GROUP * unit.rows, TILE_ROWS):
         row_max = gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         row_sum = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
         nans = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
         acc = gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE)
         for first in range(0, parts, _AT_ONCE):
             # Loads bypass L1 (.cg), which may hold lines from before another program wrote them.
-            place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, SUMS)
+            place, there = places_of(first, parts, first_row, outputs, unit, TILE_ROWS, SUMS)
             sums = partial_sums + place * 3
             highest = gl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
             totals = gl.load(sums + 1, mask=there, other=0.0, cache_modifier=".cg")
             if outputs.results.WANT_MAX:
                 found = gl.load(sums + 2, mask=there, other=0.0, cache_modifier=".cg")
                 nans = gl.maximum(nans, gl.convert_layout(gl.max(found, 0), OF_ROWS))
-            place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, OF_PARTS)
+            place, there = places_of(
+                first, parts, first_row, outputs, unit, TILE_ROWS, OF_PARTS,
+            )
             values = gl.load(
                 partial_out + gl.expand_dims(place, 2) * VALUE_DIM + columns,
                 mask=gl.expand_dims(there, 2) & (columns < VALUE_DIM), other=0.0,
@@ -155,41 +188,42 @@ def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
             )
             new_max = gl.maximum(row_max, gl.convert_layout(gl.max(highest, 0), OF_ROWS))
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-            alpha = gl.exp2((row_max - shift) * unit)
+            alpha = gl.exp2((row_max - shift) * log_unit)
             shift = gl.convert_layout(shift, gl.SliceLayout(0, SUMS))
-            factor = gl.exp2((highest - gl.expand_dims(shift, 0)) * unit)
+            factor = gl.exp2((highest - gl.expand_dims(shift, 0)) * log_unit)
             row_sum = row_sum * alpha + gl.convert_layout(gl.sum(totals * factor, 0), OF_ROWS)
             factor = gl.expand_dims(gl.convert_layout(factor, OF_PARTS), 2)
             acc = acc * gl.expand_dims(alpha, 1) + gl.sum(values * factor, 0)
             row_max = new_max
         write_rows(
-            acc, row_max, row_sum, nans, first_row, outputs, b, kv_head, TILE_ROWS, TILE,
+            acc, row_max, row_sum, nans, first_row, outputs, unit, TILE_ROWS, TILE,
         )
 
 
 @gluon.jit
-def write_dead(outputs, b, kv_head):
-    """Write the rows of a unit that sees no key."""
+def write_dead(outputs, unit):
+    """Write the rows of a `Unit` that sees no key."""
     DV: gl.constexpr = outputs.DV
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
     zeros = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
-    for first_row in range(0, outputs.GROUP * outputs.q_length, TILE_ROWS):
+    for first_row in range(0, outputs.GROUP * unit.rows, TILE_ROWS):
         write_rows(
             gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE),
             gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS), zeros, zeros,
-            first_row, outputs, b, kv_head, TILE_ROWS, TILE,
+            first_row, outputs, unit, TILE_ROWS, TILE,
         )
 
 
 @gluon.jit
 def write_rows(
-    acc, row_max, row_sum, nans, first_row, outputs, b, kv_head, TILE_ROWS: gl.constexpr,
+    acc, row_max, row_sum, nans, first_row, outputs, unit, TILE_ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Write the wanted outputs of a unit's rows from `first_row` on, like `decode.store_row`.
+    """Write the wanted outputs of a `Unit`'s packed rows from `first_row` on, like
+    `decode.store_row`.
 
     Args:
         acc: [TILE_ROWS, DV], accumulator of weighted values, in LAYOUT.
@@ -198,7 +232,8 @@ def write_rows(
     strides = outputs.o_strides
     VALUE_DIM: gl.constexpr = outputs.VALUE_DIM
     packed = first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    inside, head, row = rows_of_unit(packed, kv_head, outputs.q_length, outputs.GROUP)
+    inside, head, row = rows_of_unit(packed, unit, outputs.GROUP)
+    row += unit.first_row
     dead = (row_max == float("-inf")) & (row_sum == row_sum)
     inverse = 1.0 / gl.where(dead, 1.0, row_sum)
     acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
@@ -206,12 +241,12 @@ def write_rows(
     there = gl.expand_dims(inside, 1) & (columns < VALUE_DIM)
     rounded = acc.to(outputs.out.dtype.element_ty)
     of_rows = (
-        gl.cast(b, gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+        gl.cast(unit.b, gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
         + row.to(gl.int64) * strides[2]
     ) * outputs.UNIT
     gl.store(outputs.out + gl.expand_dims(of_rows, 1) + columns, rounded, mask=there)
     heads = outputs.kv_heads * outputs.GROUP
-    at = (gl.cast(b, gl.int64) * heads + head) * outputs.q_length + row
+    at = (gl.cast(unit.b, gl.int64) * heads + head) * outputs.q_length + row
     if outputs.WANT_REST:
         lost = acc - rounded.to(gl.float32)
         rest_at = outputs.rest + gl.expand_dims(at * VALUE_DIM, 1) + columns

@@ -19,6 +19,8 @@ __all__ = [
     "EACH",
     "NONE",
     "counts_floats",
+    "list_runs",
+    "part_place",
     "program_of",
     "share_of",
     "steps_kernel",
@@ -110,13 +112,25 @@ def counts_floats(units):
 
 
 @triton.jit
-def sums_place(programs, units, rows, VALUE_DIM: tl.constexpr):
+def part_place(first_program, part):
+    """Return the place of a unit's part: a program has one for the part that its share begins
+    with, if that isn't a unit's first, and then one for a unit's first part.
+
+    Args:
+        first_program: the one that has the unit's first part.
+        part: number of the part, counted in programs; may be a tensor.
+    """
+    return first_program * 2 + 1 + tl.maximum(part * 2 - 1, 0)
+
+
+@triton.jit
+def sums_place(programs, rows, VALUE_DIM: tl.constexpr):
     """Return the offset of the sums of parts, which follow their values.
 
     Args:
-        rows: number of a unit's rows.
+        rows: number of a part's rows.
     """
-    return tl.cast(programs + units, tl.int64) * (rows * VALUE_DIM)
+    return tl.cast(programs * 2, tl.int64) * (rows * VALUE_DIM)
 
 
 @triton.jit
@@ -136,6 +150,38 @@ def keys_of(runs, run, there, kv_length, KV_BLOCK: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
+def list_runs(
+    runs, run, last_run, length, base, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Write the steps of runs, for each its first key, and twice its number of keys, plus 1 in a
+    FULL run. Return how many there are.
+
+    Args:
+        run, last_run: numbers of the first run and of the end.
+        length: number of keys, where runs are cut.
+        base: pointer to the first step.
+    """
+    lanes = tl.arange(0, 32)
+    done = 0
+    for first_run in range(run, last_run, 32):
+        index = first_run + lanes
+        begin, end, full, count = keys_of(
+            runs, index, index < last_run, length, KV_BLOCK, BLOCK_N
+        )
+        place = done + tl.cumsum(count, 0) - count
+        for first in range(0, tl.max(count, 0), 32):
+            step = first + lanes[None, :]
+            key = begin[:, None] + step * BLOCK_N
+            keys = tl.minimum(end[:, None] - key, BLOCK_N)
+            at = base + (place[:, None] + step) * 2
+            there = step < count[:, None]
+            tl.store(at, key, mask=there)
+            tl.store(at + 1, keys * 2 + full[:, None], mask=there)
+        done += tl.sum(count, 0)
+    return done
+
+
+@triton.jit
 def steps_kernel(
     offsets, ends, runs, mask_strides, edges, entries, most, kv_length,
     KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -147,8 +193,7 @@ def steps_kernel(
         offsets, ends, runs, mask_strides: as in `anyflex_triton.forward`; only the first row of
             blocks of the first head is read.
         edges: int32 [entries + 1], number of steps of all earlier batch entries. Behind it, from
-            `steps_place` on, steps: [entries, most, 2], for each step its first key, and twice its
-            number of keys, plus 1 in a FULL run.
+            `steps_place` on, steps: [entries, most, 2], as `list_runs` writes them.
     """
     b = tl.program_id(0)
     steps = edges + steps_place(entries)
@@ -156,22 +201,7 @@ def steps_kernel(
     if b < entries:
         run, last_run = mask_row(offsets, ends, mask_strides, b, 0, 0)
         base = steps + b.to(tl.int64) * most * 2
-        done = 0
-        for first_run in range(run, last_run, 32):
-            index = first_run + lanes
-            begin, end, full, count = keys_of(
-                runs, index, index < last_run, kv_length, KV_BLOCK, BLOCK_N
-            )
-            place = done + tl.cumsum(count, 0) - count
-            for first in range(0, tl.max(count, 0), 32):
-                step = first + lanes[None, :]
-                key = begin[:, None] + step * BLOCK_N
-                keys = tl.minimum(end[:, None] - key, BLOCK_N)
-                at = base + (place[:, None] + step) * 2
-                there = step < count[:, None]
-                tl.store(at, key, mask=there)
-                tl.store(at + 1, keys * 2 + full[:, None], mask=there)
-            done += tl.sum(count, 0)
+        list_runs(runs, run, last_run, kv_length, base, KV_BLOCK, BLOCK_N)
     else:
         done = 0
         tl.store(edges, 0)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.decode_parts import (
+    Unit,
     UnitOutputs,
     add_parts,
     begin_count,
@@ -51,8 +52,18 @@ from anyflex_cuda.nonfinite_rows import (
     place_of,
     seen_nonfinite,
 )
+from anyflex_cuda.packed_steps import (
+    KeyPlaces,
+    key_places,
+    lists_place,
+    page_at,
+    programs_and_groups,
+    rows_of_sequence,
+    share_of_live,
+    steps_of_sequences,
+)
 from anyflex_cuda.smem_mailbox import said, say
-from anyflex_cuda.split_tiles import ROWS, load_box
+from anyflex_cuda.split_tiles import ROWS, load_box, reinterpret
 from anyflex_triton.device_functions import (
     Mods,
     RowResults,
@@ -73,19 +84,47 @@ class StepPlan:
     """The call's steps: arguments of `decode_kernel`.
 
     Attributes:
-        steps: the mask's steps, stored behind `edges`: see `decode_steps.steps_kernel`.
+        steps: the mask's steps, stored behind `edges`: see `decode_steps.steps_kernel`, or
+            `packed_steps.list_kernel`, which also writes `counts`.
+        sequences: of a packed call, as in `anyflex_triton.kernel_arguments`; or None.
+        most_rows: number of query rows of a unit's head; of a packed call the maximum.
     """
 
     edges: Any
     steps: Any
+    counts: Any
+    sequences: Any
     batch: Any
     kv_heads: Any
     kv_length: Any
     unit_steps: Any
     most: Any
     groups: Any
+    q_length: Any
+    most_rows: Any
     PLAN: Any
+    PAGE: Any
     BLOCK_N: Any
+
+
+@record
+class Share:
+    """A program's part of all steps.
+
+    Attributes:
+        at, end: numbers of its first step and of the end.
+        total: number of all steps. programs, groups: arguments of `decode_steps.share_of`.
+        b, start: of a packed call, the sequence of the first step, and the number of steps of one
+            head of all earlier ones.
+    """
+
+    at: Any
+    end: Any
+    total: Any
+    programs: Any
+    groups: Any
+    b: Any
+    start: Any
 
 
 @record
@@ -160,9 +199,9 @@ class DecodeCall:
     tables: Any
     mods: Any
     mark: Any
-    q_length: Any
     UNIT: Any
     ADDS: Any
+    ALONE: Any
     WANT_REST: Any
 
 
@@ -171,12 +210,12 @@ class UnitPart:
     """The part of a unit that is in a program's share.
 
     Attributes:
+        unit: `decode_parts.Unit`.
         first_step: number of the part's first step within the unit. steps: number of the part's
             steps.
     """
 
-    b: Any
-    kv_head: Any
+    unit: Any
     first_step: Any
     steps: Any
 
@@ -201,9 +240,75 @@ WORDS = gl.constexpr(2)
 # Shared by producer and consumer
 
 @gluon.jit
-def steps_of_all(plan):
-    """Return the number of steps of all units."""
-    return total_steps(plan.edges, plan.batch, plan.kv_heads, plan.unit_steps, plan.PLAN)
+def plus(x, y):
+    """Return the sum."""
+    return x + y
+
+
+@gluon.jit
+def steps_at(plan, s):
+    """Return the numbers of steps of a sequence's units, or of several sequences'."""
+    return steps_of_sequences(
+        plan.sequences, plan.counts, s, plan.q_length, plan.most_rows, plan.PLAN != NONE,
+        plan.PAGE, plan.BLOCK_N,
+    )
+
+
+@gluon.jit
+def share_of_program(plan, ADDS: gl.constexpr, WARPS: gl.constexpr):
+    """Return this program's `Share`, found by WARPS warps.
+
+    Args:
+        ADDS: if False, another kernel adds up parts, and of a packed call the first program writes
+            `edges` for it.
+    """
+    program = gl.program_id(0)
+    if plan.sequences is None:
+        total = total_steps(plan.edges, plan.batch, plan.kv_heads, plan.unit_steps, plan.PLAN)
+        at, end = share_of(program, gl.num_programs(0), total, plan.groups)
+        return Share(
+            at=at, end=end, total=total, programs=gl.num_programs(0), groups=plan.groups,
+            b=gl.to_tensor(0), start=gl.to_tensor(0),
+        )
+    else:
+        LANES: gl.constexpr = 64 * WARPS
+        LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+        lanes = gl.arange(0, LANES, layout=LAYOUT)
+        count = plan.sequences[8]
+        total = gl.to_tensor(0)
+        units = gl.to_tensor(0)
+        most = gl.to_tensor(0)
+        for first in range(0, count, LANES):
+            s = first + lanes
+            steps = gl.where(s < count, steps_at(plan, gl.minimum(s, count - 1)), 0)
+            total += gl.sum(steps, 0)
+            units += gl.sum((steps > 0).to(gl.int32), 0)
+            most = gl.maximum(most, gl.max(steps, 0))
+        total *= plan.kv_heads
+        programs, groups = programs_and_groups(
+            units * plan.kv_heads, most, total, gl.num_programs(0),
+        )
+        at, end = share_of_live(program, programs, total, groups)
+        b = gl.to_tensor(0)
+        start = gl.to_tensor(0)
+        before = gl.to_tensor(0)
+        for first in range(0, count, LANES):
+            s = first + lanes
+            steps = gl.where(s < count, steps_at(plan, gl.minimum(s, count - 1)), 0)
+            ends = before + gl.associative_scan(steps, 0, plus)
+            if not ADDS:
+                gl.store(plan.edges + 1 + s, ends, mask=(s < count) & (program == 0))
+            over = (ends * plan.kv_heads <= at) & (s < count)
+            b += gl.sum(over.to(gl.int32), 0)
+            start += gl.sum(gl.where(over, steps, 0), 0)
+            before += gl.sum(steps, 0)
+        if not ADDS and program == 0:
+            gl.store(plan.edges, 0)
+            gl.store(plan.edges + count + 1, programs)
+            gl.store(plan.edges + count + 2, groups)
+        return Share(
+            at=at, end=end, total=total, programs=programs, groups=groups, b=b, start=start,
+        )
 
 
 @gluon.jit
@@ -236,56 +341,159 @@ def unit_at(at, plan, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def step_of(plan, b, i):
+def unit_after(at, b, start, plan, WARPS: gl.constexpr):
+    """Return (b, start, KV head, step within the unit, number of the unit's steps) of step `at`.
+
+    Args:
+        b, start: of a packed call those of a step before, or of this one; see `Share`.
+        WARPS: number of the caller's warps.
+    """
+    if plan.sequences is None:
+        b, kv_head, i, count = unit_at(at, plan, WARPS)
+    else:
+        count = steps_at(plan, b)
+        while (start + count) * plan.kv_heads <= at:
+            b += 1
+            start += count
+            count = steps_at(plan, b)
+        rest = at - start * plan.kv_heads
+        kv_head = rest // count
+        i = rest % count
+    return b, start, kv_head, i, count
+
+
+@gluon.jit
+def unit_of(plan, b, kv_head):
+    """Return the `Unit` of a batch entry, or sequence, and a KV head."""
+    if plan.sequences is None:
+        keys = KeyPlaces(first_row=0, table=None, last_page=None, length=plan.kv_length)
+        return Unit(
+            entry=b, b=b, kv_head=kv_head, first_row=0, rows=plan.q_length, mod_b=b, q_shift=0,
+            keys=keys,
+        )
+    else:
+        first_row, rows = rows_of_sequence(plan.sequences, b, plan.q_length)
+        return Unit(
+            entry=b, b=0 * b, kv_head=kv_head, first_row=first_row, rows=rows,
+            mod_b=gl.load(plan.sequences[4] + b), q_shift=gl.load(plan.sequences[2] + b),
+            keys=key_places(plan.sequences, b, plan.PAGE),
+        )
+
+
+@gluon.jit
+def step_of(plan, unit, i):
     """Return (first key, twice the number of keys, plus 1 where no mask mod is evaluated) of a
     unit's step i."""
     if plan.PLAN == NONE:
         first = i * plan.BLOCK_N
-        return first, gl.minimum(plan.kv_length - first, plan.BLOCK_N) * 2 + 1
+        return first, gl.minimum(unit.keys.length - first, plan.BLOCK_N) * 2 + 1
     else:
-        row = b if plan.PLAN == EACH else 0 * b
+        row = unit.entry if plan.PLAN == EACH else 0 * unit.entry
         at = plan.steps + (gl.cast(row, gl.int64) * plan.most + i) * WORDS
         return gl.load(at), gl.load(at + 1)
+
+
+@gluon.jit
+def loaded_steps(plan, unit, i, part):
+    """Return how many steps of a unit's part have keys: all, or none, where a sequence sees none.
+    """
+    if plan.sequences is None:
+        return part
+    else:
+        _, kind = step_of(plan, unit, i)
+        return gl.where(kind > 1, part, 0)
 
 
 # The producer
 
 @gluon.jit
-def load_step(loads, ring, slot, b, kv_head, first, BLOCK_N: gl.constexpr):
-    kv_b = 0 * b if loads.KV_SHARED else b
-    at = [kv_b, kv_head, first, 0]
-    mbarrier.expect(ring.k_full.index(slot), BLOCK_N * loads.D * 2)
-    load_box(loads.k_desc, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
-    mbarrier.expect(ring.v_full.index(slot), BLOCK_N * loads.DV * 2)
-    load_box(loads.v_desc, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
+def pages_of_step(keys, first, BOX: gl.constexpr, plan):
+    """Return the pages of a step's boxes of BOX rows; of keys that aren't in pages, the batch
+    entry."""
+    if plan.PAGE == 0:
+        return (0 * first,)
+    else:
+        pages = (page_at(keys, first, plan.PAGE),)
+        for p in gl.static_range(1, plan.BLOCK_N // BOX):
+            pages = pages + (page_at(keys, first + p * BOX, plan.PAGE),)
+        return pages
 
 
 @gluon.jit
-def produce(loads, ring, plan, ahead):
+def load_rows(desc, bufs, slot, full, pages, kv_head, first, plan):
+    """Load a step's keys, or values, into a slot.
+
+    Args:
+        full: the slot's barrier.
+        pages: from `pages_of_step`.
+        first: row of the first key in packed keys; its number where keys are in pages.
+    """
+    BOX: gl.constexpr = desc.block_shape[2]
+    if BOX == plan.BLOCK_N:
+        row = first
+        if plan.PAGE != 0:
+            row = first % plan.PAGE
+        load_box(desc, [pages[0], kv_head, row, 0], full, bufs.index(slot))
+    else:
+        # Boxes are as wide as the swizzle, so that each is contiguous in a slot.
+        COLUMNS: gl.constexpr = desc.block_shape[3]
+        PANELS: gl.constexpr = bufs.shape[4] // COLUMNS
+        BOXES: gl.constexpr = plan.BLOCK_N // BOX
+        SHAPE: gl.constexpr = [bufs.shape[0] * PANELS * BOXES, 1, 1, BOX, COLUMNS]
+        LAYOUT: gl.constexpr = desc.layout
+        boxes = reinterpret(bufs, bufs.dtype, SHAPE, LAYOUT)
+        for p in gl.static_range(BOXES):
+            for c in gl.static_range(PANELS):
+                at = [pages[p], kv_head, (first + p * BOX) % plan.PAGE, c * COLUMNS]
+                load_box(desc, at, full, boxes.index((slot * PANELS + c) * BOXES + p))
+
+
+@gluon.jit
+def load_step(loads, ring, slot, pages, kv_head, first, plan):
+    mbarrier.expect(ring.k_full.index(slot), plan.BLOCK_N * loads.D * 2)
+    load_rows(
+        loads.k_desc, ring.k_bufs, slot, ring.k_full.index(slot), pages, kv_head, first, plan,
+    )
+    mbarrier.expect(ring.v_full.index(slot), plan.BLOCK_N * loads.DV * 2)
+    load_rows(
+        loads.v_desc, ring.v_bufs, slot, ring.v_full.index(slot), pages, kv_head, first, plan,
+    )
+
+
+@gluon.jit
+def produce(loads, ring, plan, share, ahead):
     """Load the steps of this program's share.
 
     Args:
         ahead: number of steps of its first unit that are in flight already.
     """
     PLAN: gl.constexpr = plan.PLAN
-    total = steps_of_all(plan)
-    at, end = share_of(gl.program_id(0), gl.num_programs(0), total, plan.groups)
+    at = share.at
+    b = share.b
+    start = share.start
     step = gl.to_tensor(0)
-    while at < end:
-        b, kv_head, i, count = unit_at(at, plan, 1)
-        part = gl.minimum(end - at, count - i)
+    while at < share.end:
+        b, start, kv_head, i, count = unit_after(at, b, start, plan, 1)
+        part = gl.minimum(share.end - at, count - i)
+        unit = unit_of(plan, b, kv_head)
+        keys = unit.keys
         begin = i
-        if PLAN == NONE and step == 0:
+        if PLAN == NONE and plan.sequences is None and step == 0:
             begin += ahead
             step += ahead
-        for j in range(begin, i + part):
+        for j in range(begin, i + loaded_steps(plan, unit, i, part)):
             slot = step % ring.STAGES
-            first, kind = step_of(plan, b, j)
+            first, kind = step_of(plan, unit, j)
+            if plan.sequences is None:
+                pages = (0 * b if loads.KV_SHARED else b,)
+            else:
+                # Loads of pages are issued before the wait.
+                pages = pages_of_step(keys, first, loads.k_desc.block_shape[2], plan)
             mbarrier.wait(ring.empty.index(slot), ((step // ring.STAGES) & 1) ^ 1)
             if PLAN != NONE:
                 say(ring.words, slot * WORDS, first)
                 say(ring.words, slot * WORDS + 1, kind)
-            load_step(loads, ring, slot, b, kv_head, first, plan.BLOCK_N)
+            load_step(loads, ring, slot, pages, kv_head, keys.first_row + first, plan)
             step += 1
         at += part
 
@@ -294,17 +502,17 @@ def produce(loads, ring, plan, ahead):
 
 @gluon.jit
 def query_columns(
-    call, b, kv_head, first_column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
+    call, unit, first_column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Return [ROWS, COLUMNS] of a unit's query rows; 0 in other rows, and from column DIM on."""
     tensors = call.tensors
     strides = tensors.q_strides
     packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    inside, head, row = rows_of_unit(packed, kv_head, call.q_length, tensors.GROUP)
+    inside, head, row = rows_of_unit(packed, unit, tensors.GROUP)
     # Offsets are counted in units of one load.
     of_rows = (
-        gl.cast(b, gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-        + row.to(gl.int64) * strides[2]
+        gl.cast(unit.b, gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+        + (unit.first_row + row).to(gl.int64) * strides[2]
     ) * 8
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     columns = gl.expand_dims(first_column + columns, 0)
@@ -313,14 +521,28 @@ def query_columns(
 
 
 @gluon.jit
-def load_queries(call, b, kv_head):
+def load_queries(call, unit):
     """Load a unit's query rows as an operand of warpgroup products."""
     D: gl.constexpr = call.tensors.D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    call.q_buf.store(query_columns(call, b, kv_head, 0, D, LAYOUT))
+    call.q_buf.store(query_columns(call, unit, 0, D, LAYOUT))
     fence_async_shared()
     # One barrier here replaces one in each step.
     _all_threads()
+
+
+@gluon.jit
+def pointed_at(tensor, strides, kv_b, unit, first, plan, DIM: gl.constexpr):
+    """Return `PointedRows` of a unit's keys or values, for KEYS rows from `first` on, which no
+    page ends within."""
+    base = tensor + place_of(strides, kv_b, unit.kv_head)
+    if plan.PAGE != 0:
+        page = page_at(unit.keys, first, plan.PAGE)
+        base += gl.cast(page, gl.int64) * strides[0]
+        base += gl.cast(first % plan.PAGE - first, gl.int64) * strides[2]
+    elif plan.sequences is not None:
+        base += gl.cast(unit.keys.first_row, gl.int64) * strides[2]
+    return PointedRows(base=base, stride=strides[2], DIM=DIM)
 
 
 @gluon.jit
@@ -341,38 +563,37 @@ def write_nonfinite_part(row_max, call, part, place):
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    inside, head, row = rows_of_unit(packed, part.kv_head, call.q_length, tensors.GROUP)
+    unit = part.unit
+    inside, head, row = rows_of_unit(packed, unit, tensors.GROUP)
     inside = gl.expand_dims(inside, 1)
-    q_idx = gl.expand_dims(row, 1) + mods.shifts[2]
+    q_idx = gl.expand_dims(row, 1) + unit.q_shift + mods.shifts[2]
     mod_h = gl.expand_dims(head, 1) + mods.shifts[1]
-    mod_b = part.b + mods.shifts[0]
-    kv_b = 0 * part.b if tensors.KV_SHARED else part.b
-    pointed_keys = PointedRows(
-        base=tensors.key + place_of(tensors.k_strides, kv_b, part.kv_head),
-        stride=tensors.k_strides[2], DIM=tensors.DIM,
-    )
-    pointed_values = PointedRows(
-        base=tensors.value + place_of(tensors.v_strides, kv_b, part.kv_head),
-        stride=tensors.v_strides[2], DIM=tensors.VALUE_DIM,
-    )
+    mod_b = unit.mod_b + mods.shifts[0]
+    kv_b = 0 * unit.b if tensors.KV_SHARED else unit.b
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     shift = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT)), 1)
-    unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
+    log_unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
     for first_column in range(0, tensors.VALUE_DIM, PART):
         acc = gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT)
         for j in range(part.first_step, part.first_step + part.steps):
-            begin, kind = step_of(plan, part.b, j)
+            begin, kind = step_of(plan, unit, j)
             end = begin + kind // 2
             for first in range(begin, end, KEYS):
+                pointed_keys = pointed_at(
+                    tensors.key, tensors.k_strides, kv_b, unit, first, plan, tensors.DIM,
+                )
+                pointed_values = pointed_at(
+                    tensors.value, tensors.v_strides, kv_b, unit, first, plan, tensors.VALUE_DIM,
+                )
                 scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
                 for d in range(0, tensors.DIM, PART):
-                    q = query_columns(call, part.b, part.kv_head, d, PART, LEFT)
+                    q = query_columns(call, unit, d, PART, LEFT)
                     k = load_part(pointed_keys, first, end, d, KEYS, RIGHT, True)
                     scores = mma_v2(q, k, scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
                 keys = gl.expand_dims(keys, 0)
-                kv_idx = gl.minimum(keys, plan.kv_length - 1) + mods.shifts[3]
+                kv_idx = gl.minimum(keys, unit.keys.length - 1) + mods.shifts[3]
                 if mods.SCORE_MOD is not None:
                     scores = mods.SCORE_MOD(
                         scores * mods.scale, mod_b, mod_h, q_idx, kv_idx, call.tables, mods.ints,
@@ -382,7 +603,7 @@ def write_nonfinite_part(row_max, call, part, place):
                     scores, True, keys < end, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx,
                     call.tables, mods.ints, mods.floats, mods.MASK_MOD,
                 )
-                exponent = (scores - shift) * unit
+                exponent = (scores - shift) * log_unit
                 # Products summed in another order may exceed row_max slightly.
                 weights = gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
                 v = load_part(pointed_values, first, end, first_column, KEYS, RIGHT, False)
@@ -399,16 +620,16 @@ def write_nonfinite_part(row_max, call, part, place):
 def write_part(
     acc, sums, is_nonfinite, call, part, OF_ROWS: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):
-    """Write the sums of a part of a unit. Each pair of unit and program has its own place.
+    """Write the sums of a part of a unit, to its `part_place`.
 
     Args:
         acc: [ROWS, DV], in O_LAYOUT. sums: `PartSums`, in OF_ROWS.
         is_nonfinite: whether acc is non-finite and has to be computed without 0 * NaN.
     """
     VALUE_DIM: gl.constexpr = call.tensors.VALUE_DIM
-    unit = part.b * call.plan.kv_heads + part.kv_head
-    rows_a_unit = call.tensors.GROUP * call.q_length
-    place = gl.cast(gl.program_id(0) + unit, gl.int64) * rows_a_unit
+    rows_a_unit = call.tensors.GROUP * part.unit.rows
+    place = gl.program_id(0) * 2 + gl.where(part.first_step == 0, 1, 0)
+    place = gl.cast(place, gl.int64) * (call.tensors.GROUP * call.plan.most_rows)
     packed = gl.arange(0, ROWS, layout=OF_ROWS)
     inside = packed < rows_a_unit
     at = call.partial_sums + (place + packed) * 3
@@ -428,18 +649,51 @@ def write_part(
 
 
 @gluon.jit
-def consume(call):
-    """Take the steps of this program's share, and write rows or sums of parts.
+def zero_rows(bufs, slot, keys, BLOCK_N: gl.constexpr):
+    """Zero a slot's rows from row `keys` on: what they hold is nobody's, and 0 * NaN is NaN."""
+    COLUMNS: gl.constexpr = 64 if bufs.shape[4] > 64 else bufs.shape[4]
+    PANELS: gl.constexpr = bufs.shape[4] // COLUMNS
+    PIECES: gl.constexpr = BLOCK_N // KEYS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, COLUMNS], bufs.dtype)
+    SHAPE: gl.constexpr = [bufs.shape[0] * PANELS * PIECES, 1, 1, KEYS, COLUMNS]
+    pieces = reinterpret(bufs, bufs.dtype, SHAPE, SHARED)
+    rows = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    for p in range(keys // KEYS, PIECES):
+        for c in gl.static_range(PANELS):
+            piece = pieces.index((slot * PANELS + c) * PIECES + p).reshape([KEYS, COLUMNS])
+            piece.store(gl.where(rows + p * KEYS < keys, piece.load(LAYOUT), 0.0))
+    fence_async_shared()
+    _all_threads()
+
+
+@gluon.jit
+def write_nobody(outputs, plan):
+    """Write the rows that belong to no sequence, a part in each program."""
+    first_row = gl.load(plan.sequences[1] + plan.sequences[8])
+    first_row = gl.minimum(gl.maximum(first_row, 0), plan.q_length)
+    tiles = (plan.q_length - first_row + KEYS - 1) // KEYS
+    for u in range(gl.program_id(0), tiles * plan.kv_heads, gl.num_programs(0)):
+        begin = first_row + u // plan.kv_heads * KEYS
+        unit = Unit(
+            entry=0 * u, b=0 * u, kv_head=u % plan.kv_heads, first_row=begin,
+            rows=gl.minimum(plan.q_length - begin, KEYS), mod_b=None, q_shift=None, keys=None,
+        )
+        write_dead(outputs, unit)
+
+
+@gluon.jit
+def consume(call, share):
+    """Take the steps of a program's share, and write rows or sums of parts.
 
     Args:
-        call: `DecodeCall`.
+        call: `DecodeCall`. share: `Share`.
     """
     ring = call.ring
     plan = call.plan
     tensors = call.tensors
     mods = call.mods
     scale = mods.scale
-    q_length = call.q_length
     PLAN: gl.constexpr = plan.PLAN
     BLOCK_N: gl.constexpr = plan.BLOCK_N
     DV: gl.constexpr = tensors.DV
@@ -455,48 +709,51 @@ def consume(call):
     OF_OUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     outputs = UnitOutputs(
         out=call.out, rest=call.rest, o_strides=call.o_strides, results=call.results, scale=scale,
-        kv_heads=plan.kv_heads, q_length=q_length, GROUP=tensors.GROUP, VALUE_DIM=VALUE_DIM, DV=DV,
-        UNIT=call.UNIT, WANT_REST=call.WANT_REST,
+        kv_heads=plan.kv_heads, q_length=plan.q_length, most_rows=plan.most_rows,
+        GROUP=tensors.GROUP, VALUE_DIM=VALUE_DIM, DV=DV, UNIT=call.UNIT, WANT_REST=call.WANT_REST,
     )
-    unit = unit_of_scores(scale, SCORE_MOD)
-    programs = gl.num_programs(0)
-    total_count = steps_of_all(plan)
-    at, last = share_of(gl.program_id(0), programs, total_count, plan.groups)
-    if call.ADDS and PLAN != NONE:
+    log_unit = unit_of_scores(scale, SCORE_MOD)
+    if call.ALONE:
+        write_nobody(outputs, plan)
+    if call.ADDS and PLAN != NONE and plan.sequences is None:
         # Units without steps are in no program's share. Writing their rows here costs nothing
         # while the first keys are in flight.
-        for u in range(gl.program_id(0), plan.batch * plan.kv_heads, programs):
+        for u in range(gl.program_id(0), plan.batch * plan.kv_heads, gl.num_programs(0)):
             b = u // plan.kv_heads
             _, count = steps_of_unit(
                 plan.edges, b, u % plan.kv_heads, plan.kv_heads, plan.unit_steps, PLAN,
             )
             if count == 0:
-                write_dead(outputs, b, u % plan.kv_heads)
+                write_dead(outputs, unit_of(plan, b, u % plan.kv_heads))
+    at = share.at
+    b = share.b
+    start = share.start
     step = gl.to_tensor(0)
-    while at < last:
-        b, kv_head, i, count = unit_at(at, plan, 4)
-        part = gl.minimum(last - at, count - i)
+    while at < share.end:
+        b, start, kv_head, i, count = unit_after(at, b, start, plan, 4)
+        part = gl.minimum(share.end - at, count - i)
+        unit = unit_of(plan, b, kv_head)
         u = b * plan.kv_heads + kv_head
         if call.ADDS:
             found = gl.load(call.counts + u, volatile=True)
-        load_queries(call, b, kv_head)
+        load_queries(call, unit)
         if call.ADDS:
             begin_count(call.counts + u, found, call.mark)
         packed = gl.arange(0, ROWS, layout=OF_ROWS)
-        _, head, row = rows_of_unit(packed, kv_head, q_length, tensors.GROUP)
-        mod_b = b + mods.shifts[0]
+        _, head, row = rows_of_unit(packed, unit, tensors.GROUP)
+        mod_b = unit.mod_b + mods.shifts[0]
         mod_h = gl.expand_dims(head, 1) + mods.shifts[1]
-        q_idx = gl.expand_dims(row, 1) + mods.shifts[2]
+        q_idx = gl.expand_dims(row, 1) + unit.q_shift + mods.shifts[2]
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
         acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
-        for j in range(i, i + part):
+        for j in range(i, i + loaded_steps(plan, unit, i, part)):
             slot = step % ring.STAGES
             phase = (step // ring.STAGES) & 1
             mbarrier.wait(ring.k_full.index(slot), phase)
             if PLAN == NONE:
-                first, kind = step_of(plan, b, j)
+                first, kind = step_of(plan, unit, j)
             else:
                 first = said(ring.words, slot * WORDS)
                 kind = said(ring.words, slot * WORDS + 1)
@@ -507,7 +764,7 @@ def consume(call):
             keys = gl.expand_dims(
                 first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0,
             )
-            kv_idx = gl.minimum(keys, plan.kv_length - 1) + mods.shifts[3]
+            kv_idx = gl.minimum(keys, unit.keys.length - 1) + mods.shifts[3]
             if SCORE_MOD is not None:
                 scores = SCORE_MOD(
                     scores * scale, mod_b, mod_h, q_idx, kv_idx, call.tables, mods.ints,
@@ -524,8 +781,8 @@ def consume(call):
             # The shift is subtracted before scaling, because it may be huge. Latency of keys hides
             # the cost.
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = gl.exp2((scores - gl.expand_dims(shift, 1)) * unit)
-            alpha = gl.exp2((row_max - shift) * unit)
+            weights = gl.exp2((scores - gl.expand_dims(shift, 1)) * log_unit)
+            alpha = gl.exp2((row_max - shift) * log_unit)
             row_sum = row_sum * alpha + gl.sum(weights, 1)
             row_max = new_max
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, OF_OUT), 1)
@@ -533,42 +790,46 @@ def consume(call):
                 weights.to(ring.v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
             )
             mbarrier.wait(ring.v_full.index(slot), phase)
+            if plan.sequences is not None and kind < BLOCK_N * 2:
+                zero_rows(ring.v_bufs, slot, kind // 2, BLOCK_N)
             v = ring.v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
             mbarrier.arrive(ring.empty.index(slot), count=1)
             step += 1
-        rows_a_unit = tensors.GROUP * q_length
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=OF_OUT), 1)
         # Non-finite values also reach rows that don't see them: 0 * NaN is NaN.
-        zeros = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
+        zeros = gl.sum(gl.where(rows < tensors.GROUP * unit.rows, acc * 0.0, 0.0), 1)
         is_nonfinite = gl.max((zeros != zeros).to(gl.int32), 0) > 0
         sums = PartSums(row_max=row_max, row_sum=row_sum, nans=nans)
-        unit_part = UnitPart(b=b, kv_head=kv_head, first_step=i, steps=part)
-        if call.ADDS:
-            if is_nonfinite | (part < count):
-                write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
-                first_program = program_of(at - i, programs, total_count, plan.groups)
-                last_program = program_of(at - i + count - 1, programs, total_count, plan.groups)
-                # One thread counts, with release semantics for the stores of all.
-                _all_threads()
-                if counted(call.counts + u, call.mark) == last_program - first_program:
-                    place = gl.cast(first_program + u, gl.int64) * rows_a_unit
-                    add_parts(
-                        tensors.partial_out + place * VALUE_DIM, call.partial_sums + place * 3,
-                        last_program - first_program + 1, outputs, b, kv_head,
-                    )
-                    gl.store(call.counts + u, 0)
+        unit_part = UnitPart(unit=unit, first_step=i, steps=part)
+        if is_nonfinite | (part < count):
+            write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
+            programs = share.programs
+            first_program = program_of(at - i, programs, share.total, share.groups)
+            last_program = program_of(at - i + count - 1, programs, share.total, share.groups)
+            # One thread counts, with release semantics for the stores of all.
+            _all_threads()
+            if call.ADDS:
+                is_last = counted(call.counts + u, call.mark) == last_program - first_program
             else:
-                write_rows(
-                    acc, gl.convert_layout(row_max, OF_OUT), gl.convert_layout(row_sum, OF_OUT),
-                    gl.convert_layout(nans, OF_OUT), 0, outputs, b, kv_head, ROWS, O_LAYOUT,
+                is_last = part == count
+            if is_last:
+                add_parts(
+                    tensors.partial_out, call.partial_sums, first_program,
+                    last_program - first_program + 1, outputs, unit,
                 )
+                if call.ADDS:
+                    gl.store(call.counts + u, 0)
+        else:
+            write_rows(
+                acc, gl.convert_layout(row_max, OF_OUT), gl.convert_layout(row_sum, OF_OUT),
+                gl.convert_layout(nans, OF_OUT), 0, outputs, unit, ROWS, O_LAYOUT,
+            )
+            if call.ADDS:
                 # This unit isn't counted. But a stale mark whose lowest bytes alone are
                 # overwritten would count in a later launch.
                 gl.store(call.counts + u, 0)
-        else:
-            write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
         at += part
 
 
@@ -576,36 +837,45 @@ def consume(call):
 def decode_kernel(
     k_desc, v_desc, query, key, value, partial_out, counts, out, rest, tops, lse, max_scores,
     q_strides, k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, mark,
-    batch, kv_heads, q_length, kv_length, unit_steps, most, groups, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    UNIT: gl.constexpr, ADDS: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    sequences, batch, kv_heads, q_length, kv_length, unit_steps, most, most_rows, groups,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, PAGE: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
+    ALONE: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Decoding kernel: each unit's rows, or, without ADDS, the sums of each part.
+    """Decoding kernel: each unit's rows, or, without ADDS, the sums of the parts of those units
+    that several programs share.
 
     Args:
         k_desc, v_desc: descriptors [B, Hkv, S, dims] of key and value; boxes of BLOCK_N rows, D or
-            DV columns.
+            DV columns. Of pools of pages [P, Hkv, PAGE, dims], boxes that no page ends within:
+            where they have fewer rows, they have 64 columns.
         query: pointer, with strides (b, h, row) in units of 8 elements.
         key, value: pointers for `write_nonfinite_part`, with strides (b, h, row).
-        partial_out: from `decode_steps.counts_floats` on [programs + units, GROUP * L, VALUE_DIM],
-            float32: the part of program p and unit u is at p + u, relative to its own row_max.
-            Behind it, from `decode_steps.sums_place` on, partial_sums: [programs + units, GROUP *
-            L, 3], float32: row_max, row_sum, and where WANT_MAX 1 if a score is NaN.
+        partial_out: from `decode_steps.counts_floats` on [2 * programs, GROUP * most_rows,
+            VALUE_DIM], float32: parts by `decode_steps.part_place`, relative to their own row_max.
+            Behind it, from `decode_steps.sums_place` on, partial_sums: [2 * programs, GROUP *
+            most_rows, 3], float32: row_max, row_sum, and where WANT_MAX 1 if a score is NaN.
         counts: int64 [units] at the begin of partial_out, uninitialized: number of a unit's parts
             that are written, see `decode_parts.begin_count`. One tensor less to allocate saves the
             host two microseconds.
-        out, rest, tops, lse, max_scores, o_strides: as in `decode_sums.combine_kernel`; used with
-            ADDS, where parts are added up here.
+        out, rest, tops, lse, max_scores, o_strides: as in `decode_sums.combine_kernel`.
+        edges: of a packed call [N + 1 + packed_steps.COUNTS], for `decode_sums.combine_kernel`,
+            then what `packed_steps.list_kernel` writes.
+        batch: number of batch entries, or of sequences.
+        most_rows: maximum number of query rows of a head of a unit; sequences with more are left
+            to another kernel.
+        ALONE: whether no other kernel writes the rows of a packed call that are nobody's.
     """
-    units = batch * kv_heads
-    partial_out += counts_floats(units)
-    partial_sums = partial_out + sums_place(
-        gl.num_programs(0), units, GROUP * q_length, VALUE_DIM,
-    )
-    steps = edges + steps_place(batch if PLAN == EACH else 1)
+    partial_out += counts_floats(batch * kv_heads)
+    partial_sums = partial_out + sums_place(gl.num_programs(0), GROUP * most_rows, VALUE_DIM)
+    if sequences is None:
+        counted_steps = edges
+        steps = edges + steps_place(batch if PLAN == EACH else 1)
+    else:
+        counted_steps = edges + lists_place(batch)
+        steps = counted_steps + batch
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
@@ -622,8 +892,9 @@ def decode_kernel(
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
     plan = StepPlan(
-        edges=edges, steps=steps, batch=batch, kv_heads=kv_heads, kv_length=kv_length,
-        unit_steps=unit_steps, most=most, groups=groups, PLAN=PLAN, BLOCK_N=BLOCK_N,
+        edges=edges, steps=steps, counts=counted_steps, sequences=sequences, batch=batch,
+        kv_heads=kv_heads, kv_length=kv_length, unit_steps=unit_steps, most=most, groups=groups,
+        q_length=q_length, most_rows=most_rows, PLAN=PLAN, PAGE=PAGE, BLOCK_N=BLOCK_N,
     )
     ring = DecodeRing(
         k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, v_full=v_full, empty=empty, words=words,
@@ -647,19 +918,19 @@ def decode_kernel(
             ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
             MASK_MOD=MASK_MOD,
         ),
-        mark=mark, q_length=q_length, UNIT=UNIT, ADDS=ADDS, WANT_REST=WANT_REST,
+        mark=mark, UNIT=UNIT, ADDS=ADDS, ALONE=ALONE, WANT_REST=WANT_REST,
     )
+    share = share_of_program(plan, ADDS, 4)
     ahead = gl.to_tensor(0)
-    if PLAN == NONE:
+    if PLAN == NONE and sequences is None:
         # The first loads depend on nothing in shared memory, so they are issued before the warps
         # get their roles.
-        total = steps_of_all(plan)
-        at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
-        b, kv_head, i, count = unit_at(at, plan, 4)
-        ahead = gl.minimum(gl.minimum(end - at, count - i), STAGES)
+        b, kv_head, i, count = unit_at(share.at, plan, 4)
+        ahead = gl.minimum(gl.minimum(share.end - share.at, count - i), STAGES)
+        pages = (0 * b if KV_SHARED else b,)
         for s in range(ahead):
-            load_step(loads, ring, s, b, kv_head, (i + s) * BLOCK_N, BLOCK_N)
+            load_step(loads, ring, s, pages, kv_head, (i + s) * BLOCK_N, plan)
     gl.warp_specialize([
-        (consume, (call,)),
-        (produce, (loads, ring, plan, ahead)),
+        (consume, (call, share)),
+        (produce, (loads, ring, plan, share, ahead)),
     ], [1], [PRODUCER_REGISTERS])

@@ -43,7 +43,7 @@ from anyflex_cuda.gluon_kernels import (
     refused_options,
 )
 from anyflex_cuda.gluon_launch import is_boxed
-from anyflex_cuda.packed_forward_call import PackedForward
+from anyflex_cuda.packed_call import PackedCalls
 from anyflex_triton.building import (
     KernelInputs,
     Program,
@@ -83,7 +83,7 @@ class CudaKernel(TritonKernel):
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, given.source, self._fast_tanh, given.files)
-        self._packed_forward = PackedForward(self._hopper)
+        self._packed = PackedCalls(self._made, self._hopper)
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 
     def describe(self, call: Call) -> str:
@@ -102,7 +102,7 @@ class CudaKernel(TritonKernel):
 
     def _describe_forward(self, call: Call) -> str:
         if call.packed is not None and self._refused_forward(call) is None:
-            return self._packed_forward.describe()
+            return self._packed.describe(call)
         fit = self._fit(call)
         if fit is None:
             reason = self._refused_forward(call)
@@ -115,7 +115,7 @@ class CudaKernel(TritonKernel):
     def _refused_forward(self, call: Call) -> str | None:
         """Return why forward takes the portable kernels, or None."""
         if call.packed is not None:
-            return self._refused_options or self._packed_forward.refusal(call)
+            return self._refused_options or self._packed.refusal(call)
         if self._decodes(call):
             return (
                 self._refused_decode
@@ -163,7 +163,7 @@ class CudaKernel(TritonKernel):
         and, where the portable pass over query rows makes some gradient, that pass's."""
         if direction == "forward":
             if call.packed is not None and self._refused_forward(call) is None:
-                return self._packed_forward.workspace(call)
+                return self._packed.workspace(call)
             fit = self._fit(call)
             if fit is not None:
                 return fit.workspace
@@ -181,8 +181,7 @@ class CudaKernel(TritonKernel):
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
         if call.packed is not None and self._refused_forward(call) is None:
-            counter = out.workspace[0] if out.workspace else None
-            self._packed_forward.launch(call, out, counter, 0)
+            self._packed.launch(call, out)
             return
         fit = self._fit(call)
         if fit is None:

@@ -47,6 +47,10 @@ ARGUMENTS = (
               "number of programs that share all steps; number of groups of them"),
     Arguments(("entries",), "i32", "number of the mask's batch entries"),
     Arguments(("PLAN",), None, "constant of `decode_steps`: which units share a list of steps"),
+    Arguments(("most_rows",), "i32",
+              "maximum number of query rows of a head of a unit; of a dense call L"),
+    Arguments(("ALONE",), None,
+              "whether no other kernel writes the rows of a packed call that are nobody's"),
     Arguments(("ADDS",), None, "whether the kernel also adds up the parts of units"),
     # Tiles and warps
     Arguments(("STAGES",), None, "pipeline stages: steps whose tiles are in shared memory"),

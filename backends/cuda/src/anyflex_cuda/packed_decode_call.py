@@ -1,0 +1,223 @@
+"""Launching decoding of packed sequences on Hopper: which calls its kernel takes.
+
+Everything is sized by bounds, so that a captured graph can be replayed with other lengths and
+pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from anyflex.plugin import Call, Outputs, PackedRows, Spec, TensorSpec
+from anyflex_cuda import decode_steps, forward_call, packed_steps
+from anyflex_cuda.decode_call import (
+    MARK,
+    DecodeFit,
+    boxes_for,
+    decode_program,
+    decode_tiles,
+    how_added,
+    parts_workspace,
+    refused_decode_spec,
+    sums_launch,
+)
+from anyflex_cuda.forward_call import DESCRIBED
+from anyflex_cuda.gluon_kernels import GluonPrograms
+from anyflex_cuda.gluon_launch import boxes_of
+from anyflex_cuda.kernel_arguments import TYPES
+from anyflex_triton.building import (
+    BYTES,
+    FixedLaunch,
+    Layout,
+    Mods,
+    Options,
+    Programs,
+    call_sizes,
+    launch_all,
+    layout_like,
+    layout_of,
+    mask_rows,
+    output_values,
+    sequences_of,
+    wanted_outputs,
+)
+
+__all__ = ["PackedDecode", "short_rows"]
+
+_TILE_ROWS = 64
+"""Query rows of a decoding tile: those of all heads that share a key head."""
+_PAGE_MULTIPLE = 16
+"""Rows that a page's size is a multiple of: those that are loaded at a time where it isn't one of
+64."""
+_BLOCK = 128
+"""Query rows of a row of blocks."""
+_MOST_ADDED = 2560
+"""Maximum number of rows of a unit's parts that one program adds up where one sequence has nearly
+all steps. With 128 columns it reads 1.3 MB in about 10 us."""
+_KEPT = 256
+"""Maximum number of classes of calls whose launches are kept."""
+
+
+def short_rows(spec: Spec) -> int:
+    """Return the most query rows of a sequence that is decoded: a tile holds those of all heads
+    that share a key head."""
+    return max(_TILE_ROWS // spec.gqa_ratio, 1)
+
+
+class PackedDecode:
+    """Decoding of a spec's packed calls. Thread-safe.
+
+    Args:
+        portable: the spec's programs in plain Triton.
+        made: those in Gluon.
+    """
+
+    def __init__(self, portable: Programs, made: GluonPrograms) -> None:
+        self._portable = portable
+        self._made = made
+        self._tiles = decode_tiles(made.spec)
+        self._refused = _refused_spec(made.spec)
+        self._kept: dict[object, list[FixedLaunch]] = {}
+
+    def refusal(self, call: Call) -> str | None:
+        """Return why no sequence of a call is decoded by Hopper's kernel, or None."""
+        packed = _rows_of(call)
+        reason = self._refused or forward_call.refusal(call)
+        if reason is not None:
+            return reason
+        if call.mask is not None and call.mask.shape[1] > 1:
+            return "each head has a mask of its own, and its tile is of all that share a key head"
+        if packed.slots.shape[0] * call.key.shape[1] * self._most(packed) >= 1 << 31:
+            return "more steps than 32 bits count"
+        return None
+
+    def _most(self, packed: PackedRows) -> int:
+        """Return the maximum number of steps of a sequence."""
+        return max(-(-packed.max_kv // self._tiles.block_n), 1)
+
+    def fit(self, call: Call) -> DecodeFit:
+        """Return the launch parameters of a call that isn't refused; `fixed` has numbers that may
+        differ from call to call."""
+        packed, spec = _rows_of(call), self._made.spec
+        sequences, kv_heads, most = packed.slots.shape[0], call.key.shape[1], self._most(packed)
+        most_rows = max(min(packed.max_q, short_rows(spec)), 1)
+        unit_rows = most_rows * spec.gqa_ratio
+        programs = forward_call.cores(call.query.device) * self._tiles.programs
+        # One sequence may have nearly all steps, but mostly they have alike many.
+        most_parts = programs // kv_heads + 2
+        _, at_once = how_added(most_parts, unit_rows)
+        adds, _ = how_added(programs // (kv_heads * sequences) + 2, unit_rows)
+        adds = adds and most_parts * unit_rows <= _MOST_ADDED
+        is_listed = call.mask is not None
+        workspace = [parts_workspace(spec, sequences * kv_heads, programs, unit_rows)]
+        if is_listed or not adds:
+            numbers = sequences + 1 + packed_steps.COUNTS.value
+            numbers += sequences * (1 + most * 2) if is_listed else 0
+            workspace.append(TensorSpec((numbers,), torch.int32))
+        return DecodeFit(
+            tuple(workspace),
+            (decode_steps.EACH if is_listed else decode_steps.NONE).value,
+            False,
+            programs,
+            adds,
+            at_once,
+            sequences * call.query.shape[1] * most_rows,
+            {"most": most, "most_rows": most_rows, "batch": sequences},
+        )
+
+    def launch(self, fit: DecodeFit, call: Call, out: Outputs, alone: bool) -> None:
+        """Launch decoding on the current stream: under a mask the kernel that lists steps, then
+        the main kernel, then the kernel that adds up parts unless the main one does.
+
+        Args:
+            out: its workspace begins with the fit's.
+            alone: whether all sequences are decoded. If so, rows that belong to nobody are
+                written too.
+        """
+        made = self._made
+        o_layout = layout_of(out.out)
+        mods = made.mods(call, fit.even)
+        wanted = wanted_outputs(out)
+        # One dict serves all kernels: a name means the same in each of them.
+        values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+        values.update(output_values(out, out.workspace[0]))
+        values.update(call_sizes(call))
+        values.update(fit.fixed)
+        values["query"], values["key"], values["value"] = call.query, call.key, call.value
+        values["partial_out"] = values["counts"] = out.workspace[0]
+        # Without edges and lists nothing is read there.
+        values["edges"] = out.workspace[len(fit.workspace) - 1]
+        values["sequences"] = sequences_of(call, _rows_of(call), _BLOCK)
+        key = (
+            call.key.shape[:3], call.key.stride(), call.value.stride(), call.query.stride()[1:],
+            o_layout, mods.key, *wanted.values(), fit.plan, fit.programs, fit.adds, fit.at_once,
+            # Other launches have a program for each sequence, or row.
+            alone, None if fit.adds and call.mask is None else (fit.rows, fit.fixed["batch"]),
+        )  # fmt: skip
+        parts = self._kept.get(key)
+        if parts is None:
+            parts = self._parts(fit, call, o_layout, mods, wanted, alone)
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[key] = parts
+        launch_all([part.launch(values) for part in parts], call.query.device)
+
+    def _parts(
+        self,
+        fit: DecodeFit,
+        call: Call,
+        o_layout: Layout,
+        mods: Mods,
+        wanted: Mapping[str, bool],
+        alone: bool,
+    ) -> list[FixedLaunch]:
+        made, portable, tiles = self._made, self._portable, self._tiles
+        size = made.spec.dtype.itemsize
+        boxes = boxes_for(made.spec, tiles)
+        key, value, query = call.key, call.value, call.query
+        fixed: dict[str, object] = {
+            "k_desc": boxes_of(key.shape, key.stride(), size, boxes["k_desc"]),
+            "v_desc": boxes_of(value.shape, value.stride(), size, boxes["v_desc"]),
+            "q_strides": layout_like(query.shape, query.stride(), size, BYTES).strides[:3],
+            "k_strides": key.stride()[:3],
+            "v_strides": value.stride()[:3],
+            "o_strides": o_layout.strides,
+            "unit_steps": 0,
+            "groups": 1,
+            "programs": fit.programs,
+            "mark": MARK,
+        }
+        program = decode_program(
+            made, tiles, fit.plan, mods, fit.adds, o_layout.unit, wanted, alone
+        )
+        found = [FixedLaunch(program, fit.programs, fixed, DESCRIBED)]
+        if not fit.adds:
+            # The main kernel writes edges for it.
+            by_edges = fit._replace(plan=decode_steps.EACH.value)
+            found.append(sums_launch(portable, by_edges, o_layout.unit, mods, wanted, fixed))
+        if call.mask is not None:
+            constants = {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n}
+            steps = portable.fixed_launch(
+                packed_steps.list_kernel, _rows_of(call).slots.shape[0], constants, Options(4, 1),
+                fixed, types=TYPES,
+            )  # fmt: skip
+            found.insert(0, steps)
+        return found
+
+
+def _rows_of(call: Call) -> PackedRows:
+    assert call.packed is not None
+    return call.packed
+
+
+def _refused_spec(spec: Spec) -> str | None:
+    """Return why no packed call of a spec takes Hopper's decoding, or None."""
+    if spec.gqa_ratio > _TILE_ROWS:
+        return f"{spec.gqa_ratio} query heads share a key head, and a tile has {_TILE_ROWS} rows"
+    if spec.page_size % _PAGE_MULTIPLE:
+        return f"pages of {spec.page_size} rows, which aren't a multiple of {_PAGE_MULTIPLE}"
+    if spec.kv_storage != "plain":
+        return f"keys and values stored as {spec.kv_storage}"
+    return refused_decode_spec(spec)

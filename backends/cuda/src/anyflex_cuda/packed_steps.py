@@ -1,0 +1,201 @@
+"""Steps of packed sequences in Hopper's decoding: a unit is a KV head of a sequence.
+
+Only bounds are known on the host. Each program counts the steps of all sequences from their
+lengths, which takes it one load a sequence, and finds its share. Under a mask another kernel lists
+each sequence's steps before. A sequence whose rows nobody else writes, but that has no key to see,
+has one step without keys; one that isn't decoded has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from anyflex_cuda.decode_steps import list_runs, share_of
+from anyflex_triton.device_functions import mask_row, record
+
+__all__ = [
+    "COUNTS",
+    "KeyPlaces",
+    "key_places",
+    "list_kernel",
+    "lists_place",
+    "page_at",
+    "programs_and_groups",
+    "rows_of_sequence",
+    "share_of_live",
+    "steps_of_sequences",
+]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+COUNTS = tl.constexpr(2)
+"""Numbers behind the edges: programs that have a share, and groups of them."""
+_ROW_BLOCK = tl.constexpr(128)
+"""Query rows of a block of a mask."""
+_LEAST_STEPS = tl.constexpr(2)
+"""Minimum number of steps of a share, on average. A shorter one costs more in combining parts than
+it saves."""
+
+
+@record
+class KeyPlaces:
+    """Where a sequence's keys are.
+
+    Attributes:
+        first_row: in packed keys. table: pointer to its line of the page table.
+        last_page: number of the pool's last page.
+        length: number of keys.
+    """
+
+    first_row: Any
+    table: Any
+    last_page: Any
+    length: Any
+
+
+@triton.jit
+def rows_of_sequence(sequences, s, total_rows):
+    """Return (first row, number) of query rows of a sequence, or of several.
+
+    Numbers on a device may break their bounds; no result is outside of the tensors.
+
+    Args:
+        sequences: as in `anyflex_triton.kernel_arguments`. total_rows: number of query rows.
+    """
+    q_offsets = sequences[1]
+    begin = tl.minimum(tl.maximum(tl.load(q_offsets + s), 0), total_rows)
+    end = tl.minimum(tl.load(q_offsets + s + 1), total_rows)
+    return begin, tl.maximum(end - begin, 0)
+
+
+@triton.jit
+def key_places(sequences, s, PAGE: tl.constexpr):
+    """Return the `KeyPlaces` of a sequence, or of several."""
+    kv_lengths, kv_offsets, table, table_rows = (
+        sequences[3], sequences[5], sequences[6], sequences[7],
+    )
+    most_keys, size = sequences[10], sequences[11]
+    length = tl.minimum(tl.load(kv_lengths + s), most_keys)
+    if PAGE == 0:
+        first_row = tl.minimum(tl.maximum(tl.load(kv_offsets + s), 0), size)
+        length = tl.minimum(length, size - first_row)
+        line = table
+    else:
+        stride, height, named = sequences[12], sequences[13], sequences[14]
+        first_row = 0
+        at = s
+        if named != 0:
+            at = tl.load(table_rows + s)
+        line = table + tl.minimum(tl.maximum(at, 0), height - 1) * stride
+    return KeyPlaces(
+        first_row=first_row, table=line, last_page=size - 1, length=tl.maximum(length, 0),
+    )
+
+
+@triton.jit
+def page_at(places, key, PAGE: tl.constexpr):
+    """Return the page of a key of `KeyPlaces`, inside of the pool."""
+    found = tl.load(places.table + tl.minimum(key, places.length - 1) // PAGE)
+    return tl.minimum(tl.maximum(found, 0), places.last_page)
+
+
+@triton.jit
+def steps_of_sequences(
+    sequences, counts, s, total_rows, most_rows, LISTED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return the numbers of steps of a sequence's units, or of several sequences'.
+
+    Args:
+        counts: what `list_kernel` wrote, where LISTED.
+        most_rows: maximum number of query rows of a sequence that is decoded.
+    """
+    if LISTED:
+        return tl.load(counts + s)
+    else:
+        rows = rows_of_sequence(sequences, s, total_rows)[1]
+        places = key_places(sequences, s, PAGE)
+        steps = tl.maximum((places.length + BLOCK_N - 1) // BLOCK_N, 1)
+        return tl.where((rows > 0) & (rows <= most_rows), steps, 0)
+
+
+@triton.jit
+def programs_and_groups(units, most, total, programs):
+    """Return (number of programs that have a share, number of their groups), as
+    `decode_steps.share_of` takes them.
+
+    Args:
+        units: number of units that have steps. most: largest number of a unit's steps. total:
+            number of all steps.
+        programs: number of programs there are.
+    """
+    live = tl.maximum(tl.minimum(programs, total // _LEAST_STEPS), 1)
+    some = tl.maximum(units, 1)
+    # Of equal units fewer shares cross the ends with a multiple or a divisor of their number.
+    each = tl.maximum(live // some, 1)
+    longest = tl.maximum((most + each - 1) // each, 1)
+    rounds = (some + live - 1) // live
+    found = tl.where(
+        some <= live, (most + longest - 1) // longest * some, (some + rounds - 1) // rounds,
+    )
+    found = tl.maximum(found, 1)
+    aligned = (most * units == total) & ((found % some == 0) | (some % found == 0))
+    # Nearly as many programs are enough, as in `decode_call`.
+    aligned = aligned & (found * 16 >= live * 15)
+    return tl.where(aligned, found, live), tl.where(aligned, tl.minimum(found, some), 1)
+
+
+@triton.jit
+def share_of_live(program, live, total, groups):
+    """Return the `share_of` a program, empty for those that have none."""
+    first, end = share_of(tl.minimum(program, live - 1), live, total, groups)
+    return first, tl.where(program < live, end, first)
+
+
+@triton.jit
+def lists_place(count):
+    """Return the offset of what `list_kernel` writes, behind edges and COUNTS."""
+    return count + 1 + COUNTS
+
+
+@triton.jit
+def list_kernel(
+    offsets, ends, runs, mask_strides, sequences, edges, q_length, most_rows, most,
+    PAGE: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Kernel that lists the steps of packed sequences under a mask, one program per sequence.
+
+    Args:
+        offsets, ends, runs, mask_strides: as in `anyflex_triton.forward`; rows of blocks are those
+            of sequences, one after the other.
+        edges: int32; from `lists_place` on: number of steps of each sequence, then steps [N, most,
+            2] as `decode_steps.steps_kernel` writes them.
+        most_rows: as in `steps_of_sequences`.
+    """
+    s = tl.program_id(0)
+    count = sequences[8]
+    counts = edges + lists_place(count)
+    rows = rows_of_sequence(sequences, s, q_length)[1]
+    if (rows == 0) | (rows > most_rows):
+        tl.store(counts + s, 0)
+        return
+    lanes = tl.arange(0, 256)
+    row = 0
+    for first in range(0, s, 256):
+        # Rows of blocks follow from lengths as their bounds cut them.
+        before = first + lanes
+        others = rows_of_sequence(sequences, tl.minimum(before, count - 1), q_length)[1]
+        blocks = (tl.minimum(others, sequences[15]) + _ROW_BLOCK - 1) // _ROW_BLOCK
+        row += tl.sum(tl.where(before < s, blocks, 0), 0)
+    run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row)
+    length = key_places(sequences, s, PAGE).length
+    base = counts + count + s.to(tl.int64) * most * 2
+    done = list_runs(runs, run, last_run, length, base, KV_BLOCK, BLOCK_N)
+    if done == 0:
+        tl.store(base, 0)
+        tl.store(base + 1, 0)
+    tl.store(counts + s, tl.maximum(done, 1))

@@ -1,0 +1,243 @@
+"""Whole decoding calls of packed sequences without a GPU: as `decode_in_python`, with keys in
+pages or packed. Run as a script by `test_whole_packed_decode`, with TRITON_INTERPRET=1.
+
+Prints one line per call. Rows that no sequence has, and what lies behind a sequence's keys, are
+NaN and infinity; ids of pages past a length are garbage.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from backward_in_python import InPython, Mod
+from decode_in_python import CALLED
+from gluon_in_python import Pointer, in_numpy, mod_in_python, run_kernel
+from interpreting import hasten
+from scripts_beside import SOAK
+from test_hopper_calls import CALLED as CALLED_BY_FORWARD
+from test_hopper_calls import MODS
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex.testing import posing
+from anyflex_cuda import decode_call, forward_call, hopper_decode, hopper_forward, packed_tiles
+from anyflex_cuda.gluon_launch import GluonProgram
+from anyflex_triton import sequences
+from anyflex_triton.building import Program
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Args:
+        lengths: (query rows, keys) of each sequence.
+        page: rows of a page; 0: keys are packed.
+        heads: number of query heads, of KV heads.
+        score, mask: functions that work with torch and numpy alike.
+        spare: rows behind the last sequence's.
+        starts: position of each first query row; None: queries end where keys do.
+        odd: whether some elements are non-finite.
+        rows_first: whether a pool's rows lie before its heads.
+        cores: number of multiprocessors.
+        most_added, most_parts: as in `decode_in_python.Case`.
+    """
+
+    name: str
+    lengths: tuple[tuple[int, int], ...] = ((1, 100), (1, 17), (1, 64), (1, 130))
+    page: int = 16
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    score: Mod | None = None
+    mask: Mod | None = None
+    spare: int = 0
+    starts: tuple[int, ...] | None = None
+    odd: bool = False
+    rows_first: bool = False
+    cores: int = 3
+    most_added: int = 320
+    most_parts: int = 64
+
+
+def by_slot(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return score * 0.5 + (k - q) * 0.01 + b * 0.125
+
+
+def causal(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return q >= k
+
+
+def window(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return (q >= k) & (q - k < 70 + b)
+
+
+def nothing(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return (k < 0) & (q == q)
+
+
+EDGES = ((1, 0), (0, 40), (1, 1), (2, 15), (1, 16), (3, 17), (1, 63), (0, 0), (1, 65))
+CASES = [
+    Case("plain"),
+    Case("edges of pages", EDGES, spare=5),
+    Case("pages of 48", page=48, dims=(128, 128)),
+    Case("pages of 64, many programs", ((1, 1500), (1, 64)), page=64, cores=20),
+    Case("pages of 128, wide rows", page=128, dims=(72, 128), rows_first=True),
+    Case("packed", EDGES, page=0, spare=2),
+    Case("packed, mods", page=0, score=by_slot, mask=causal, lengths=((3, 200), (1, 90))),
+    Case("summed after", ((1, 900), (2, 300)), cores=9, most_added=0, spare=1),
+    Case("mask", ((1, 500), (2, 300), (0, 9), (4, 2)), score=by_slot, mask=window),
+    Case("mask, summed after", ((1, 500), (2, 300)), mask=window, most_added=0, cores=9),
+    Case("few parts at a time", ((1, 1500),), most_added=0, most_parts=2, cores=20),
+    Case("negative positions", ((5, 2), (3, 90)), mask=causal, heads=(7, 1)),
+    Case("dead under a mask", EDGES, mask=nothing, page=32),
+    Case("own starts", ((2, 90), (1, 130)), mask=causal, starts=(30, 0), score=by_slot),
+    Case("sixteen heads", ((4, 100), (1, 200)), heads=(16, 1), page=32, most_added=0),
+    Case("odd", odd=True, rows_first=True),
+    Case("odd, packed, mask", odd=True, page=0, mask=window),
+    Case("equal", ((1, 128),) * 6, page=64),
+    Case("beside long ones", ((1, 90), (140, 200), (2, 65), (33, 40)), mask=causal, spare=3),
+    Case("beside long ones, packed", ((1, 90), (0, 3), (140, 200), (2, 0)), page=0, spare=3),
+]
+
+
+def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
+    given: dict[str, Any] = {**program.constants}
+    given |= in_numpy({name: values[name] for name in program.types})
+    if program.function.__name__ == "forward_kernel":
+        for name in MODS:
+            if given[name] is not None:
+                given[name] = mod_in_python(given[name])
+        called = (*CALLED_BY_FORWARD, sequences, packed_tiles)
+        run_kernel(hopper_forward, "forward_kernel", grid, given, 0, more=called)
+        return
+    given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
+    memory = given["counts"].array
+    given["counts"] = Pointer(memory[: memory.size // 2 * 2].view(np.int64))
+    run_kernel(hopper_decode, "decode_kernel", grid, given, seed=0, more=CALLED)
+
+
+def poison(*shape: int) -> Tensor:
+    found = torch.full(shape, math.nan)
+    found[1::2] = math.inf
+    return found.half()
+
+
+def stored(case: Case, keys: list[Tensor]) -> Tensor:
+    """Return packed rows [S, Hkv, E], or a pool of pages, from keys [Hkv, S, E] of sequences."""
+    heads, _, dim = keys[0].shape
+    if not case.page:
+        rows = [x.transpose(0, 1) for x in keys]
+        return torch.cat([x for row in rows for x in (row, poison(3, heads, dim))])
+    pages = sum(-(-x.shape[1] // case.page) for x in keys) + 3
+    pool = poison(pages, heads, case.page, dim)
+    if case.rows_first:
+        pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+    for x, ids in zip(keys, table_of(case, pages), strict=True):
+        for i, begin in enumerate(range(0, x.shape[1], case.page)):
+            part = x[:, begin : begin + case.page]
+            pool[ids[i], :, : part.shape[1]] = part
+    return pool
+
+
+def table_of(case: Case, pages: int) -> list[list[int]]:
+    order = list(range(pages))
+    random.Random(0).shuffle(order)
+    return [[order.pop() for _ in range(-(-keys // case.page))] for _, keys in case.lengths]
+
+
+def batch(case: Case, pages: int) -> anyflex.Packed:
+    def ints(numbers: Any) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    rows, keys = zip(*case.lengths, strict=True)
+    offsets = ints(np.cumsum([0, *rows]).tolist())
+    starts = None if case.starts is None else ints(case.starts)
+    if not case.page:
+        ends = ints(np.cumsum([0, *(n + 3 for n in keys)]).tolist())
+        return anyflex.Packed(offsets, ints(keys), kv_offsets=ends, q_starts=starts)
+    ids = table_of(case, pages)
+    width = max(map(len, ids)) + 2
+    garbage = (2**31 - 1, -1, pages) * width
+    table = ints([(*row, *garbage)[:width] for row in ids])
+    return anyflex.Packed(offsets, ints(keys), page_table=table, q_starts=starts)
+
+
+def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
+    """Return out, lse, max_scores, and names of kernels."""
+    torch.manual_seed(0)
+    names: list[str] = []
+    launch = Program.launch
+
+    def launched(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
+    ) -> None:
+        names.append(program.function.__name__)
+        if isinstance(program, GluonProgram):
+            in_python(case, program, grid, values)
+        else:
+            launch(program, grid, device, values)
+
+    heads, kv_heads = case.heads
+    rows = sum(count for count, _ in case.lengths)
+    query = torch.cat([torch.randn(rows, heads, case.dims[0]).half()])
+    query = torch.cat([query, poison(case.spare, heads, case.dims[0])])
+    keys, values = (
+        [torch.randn(kv_heads, count, dim).half() for _, count in case.lengths]
+        for dim in case.dims
+    )
+    if case.odd:
+        keys[0][0, 20, 5] = math.inf
+        values[3][1, 99, 7] = math.nan
+        values[1][0, 16, 1] = -math.inf
+    pools = stored(case, keys), stored(case, values)
+    with mock.patch.object(Program, "launch", launched):
+        out, aux = anyflex.flex_attention_packed(
+            query, *pools, batch(case, pools[0].shape[0]).begin(), case.score, case.mask,
+            enable_gqa=True, backend=backend,
+            return_aux=anyflex.AuxRequest(lse=True, max_scores=True),
+        )  # fmt: skip
+    return [out, aux.lse, aux.max_scores], names
+
+
+def check(case: Case) -> None:
+    with (
+        mock.patch.object(forward_call, "cores", lambda device: case.cores),
+        mock.patch.object(decode_call, "_MOST_ADDED", case.most_added),
+        mock.patch.object(decode_call, "_FEW_PARTS", min(decode_call._FEW_PARTS, case.most_parts)),
+        mock.patch.object(decode_call, "_MOST_PARTS", case.most_parts),
+    ):
+        ours, names = outputs(case, "cuda.python")
+    longest = max(rows for rows, _ in case.lengths)
+    others = ("forward_kernel",) if longest > 64 * case.heads[1] // case.heads[0] else ()
+    steps = () if case.mask is None else ("list_kernel",)
+    sums = () if case.most_added else ("combine_kernel",)
+    assert tuple(names) == (*others, *steps, "decode_kernel", *sums), names
+    wanted, _ = outputs(case, "reference")
+    for found, right in zip(ours, wanted, strict=True):
+        if case.odd and found is ours[0]:
+            assert not np.isfinite(right.numpy()).all(), "a case without what it is about"
+        np.testing.assert_allclose(found.numpy(), right.numpy(), atol=3e-3, rtol=3e-3)
+
+
+def main() -> int:
+    hasten()
+    with isolated(), posing("cuda"):
+        register("cuda.python", InPython)
+        for case in CASES if SOAK else CASES[1::4]:
+            if len(sys.argv) < 2 or sys.argv[1] in case.name:
+                check(case)
+                print(f"{case.name}: right", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
