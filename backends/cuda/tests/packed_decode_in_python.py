@@ -109,7 +109,10 @@ CASES = [
 ]
 
 
-def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
+def in_python(
+    case: Case, program: Program, grid: int, values: Mapping[str, Any], changed: tuple[str, str],
+    seed: int,
+) -> None:  # fmt: skip
     given: dict[str, Any] = {**program.constants}
     given |= in_numpy({name: values[name] for name in program.types})
     if program.function.__name__ == "forward_kernel":
@@ -117,12 +120,12 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
             if given[name] is not None:
                 given[name] = mod_in_python(given[name])
         called = (*CALLED_BY_FORWARD, sequences, packed_tiles)
-        run_kernel(hopper_forward, "forward_kernel", grid, given, 0, more=called)
+        run_kernel(hopper_forward, "forward_kernel", grid, given, seed, more=called)
         return
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
     memory = given["counts"].array
     given["counts"] = Pointer(memory[: memory.size // 2 * 2].view(np.int64))
-    run_kernel(hopper_decode, "decode_kernel", grid, given, seed=0, more=CALLED)
+    run_kernel(hopper_decode, "decode_kernel", grid, given, seed, changed, CALLED)
 
 
 def poison(*shape: int) -> Tensor:
@@ -165,14 +168,20 @@ def batch(case: Case, pages: int) -> anyflex.Packed:
         ends = ints(np.cumsum([0, *(n + 3 for n in keys)]).tolist())
         return anyflex.Packed(offsets, ints(keys), kv_offsets=ends, q_starts=starts)
     ids = table_of(case, pages)
-    width = max(map(len, ids)) + 2
+    width = max(map(len, ids)) + 2 * bool(case.spare)
     garbage = (2**31 - 1, -1, pages) * width
     table = ints([(*row, *garbage)[:width] for row in ids])
     return anyflex.Packed(offsets, ints(keys), page_table=table, q_starts=starts)
 
 
-def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
-    """Return out, lse, max_scores, and names of kernels."""
+def outputs(
+    case: Case, backend: str, changed: tuple[str, str] = ("", ""), seed: int = 0
+) -> tuple[list[Tensor], list[str]]:
+    """Return out, lse, max_scores, and names of kernels.
+
+    Args:
+        changed, seed: arguments of `run_kernel`.
+    """
     torch.manual_seed(0)
     names: list[str] = []
     launch = Program.launch
@@ -182,7 +191,7 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
     ) -> None:
         names.append(program.function.__name__)
         if isinstance(program, GluonProgram):
-            in_python(case, program, grid, values)
+            in_python(case, program, grid, values, changed, seed)
         else:
             launch(program, grid, device, values)
 
@@ -208,14 +217,14 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
     return [out, aux.lse, aux.max_scores], names
 
 
-def check(case: Case) -> None:
+def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> None:
     with (
         mock.patch.object(forward_call, "cores", lambda device: case.cores),
         mock.patch.object(decode_call, "_MOST_ADDED", case.most_added),
         mock.patch.object(decode_call, "_FEW_PARTS", min(decode_call._FEW_PARTS, case.most_parts)),
         mock.patch.object(decode_call, "_MOST_PARTS", case.most_parts),
     ):
-        ours, names = outputs(case, "cuda.python")
+        ours, names = outputs(case, "cuda.python", changed, seed)
     longest = max(rows for rows, _ in case.lengths)
     others = ("forward_kernel",) if longest > 64 * case.heads[1] // case.heads[0] else ()
     steps = () if case.mask is None else ("list_kernel",)
