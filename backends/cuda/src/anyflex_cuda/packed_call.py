@@ -97,6 +97,8 @@ class PackedCalls:
         return found
 
     def _new_route(self, call: Call, packed: PackedRows) -> Route:
+        if call.k_scale is not None:
+            return Route("keys and values in 8 bits")
         refused = self._decode.refusal(call)
         if packed.max_q <= self._short_rows:
             if refused is not None:

@@ -217,14 +217,19 @@ def tiles_a_block(packed: PackedRows, tile: int) -> int:
 
 
 def packed_values(call: Call, packed: PackedRows, tile: int) -> dict[str, object]:
-    """Return the kernels' arguments ``sequences``, pointers, then sizes, and the scales."""
-    table = packed.page_table
-    stand_in = packed.slots
-    values: dict[str, object] = {}
+    """Return the kernels' arguments ``sequences``, and the scales where there are some."""
+    values: dict[str, object] = {"sequences": sequences_of(call, packed, tile)}
     if call.k_scale is not None and call.v_scale is not None:
         values["k_scale"] = call.k_scale, *call.k_scale.stride()
         values["v_scale"] = call.v_scale, *call.v_scale.stride()
-    values["sequences"] = (
+    return values
+
+
+def sequences_of(call: Call, packed: PackedRows, tile: int) -> tuple[object, ...]:
+    """Return the kernels' argument ``sequences``: pointers, then sizes."""
+    table = packed.page_table
+    stand_in = packed.slots
+    return (
         packed.blocks, packed.q_offsets, packed.q_starts, packed.kv_lengths, packed.slots,
         or_else(packed.kv_offsets, stand_in), or_else(table, stand_in),
         or_else(packed.table_rows, stand_in), packed.slots.shape[0],
@@ -232,7 +237,6 @@ def packed_values(call: Call, packed: PackedRows, tile: int) -> dict[str, object
         call.key.shape[2 if table is None else 0], 0 if table is None else table.stride(0),
         0 if table is None else table.shape[0], int(packed.table_rows is not None), packed.max_q,
     )  # fmt: skip
-    return values
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
