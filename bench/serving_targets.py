@@ -100,12 +100,13 @@ def measure(group: str, names: list[str]) -> list[dict[str, Any]]:
             "page": row.page, "mod": row.mod, "storage": row.storage, "bytes": row.read_bytes,
             "contenders": {}, "refused": {},
         }  # fmt: skip
-        graphs = {}
+        graphs: dict[str, Any] = {}
         for name in names:
             try:
                 begin = serving_peers.CONTENDERS[name](given)
                 error = sample_error(given, begin()())
-                graphs[name] = captured(begin)
+                # What is captured reads tensors that the contender alone may hold.
+                graphs[name] = captured(begin), begin
                 first, layer = host_us(begin)
                 report["contenders"][name] = {
                     "error": error, "first_us": first, "host_us": layer, "us": [],
@@ -115,7 +116,7 @@ def measure(group: str, names: list[str]) -> list[dict[str, Any]]:
             except Exception as failure:  # noqa: BLE001  (told; the others go on)
                 report["refused"][name] = f"{type(failure).__name__}: {str(failure)[:300]}"
         for turn in range(ROUNDS + 1):
-            for name, graph in graphs.items():
+            for name, (graph, _) in graphs.items():
                 took = replayed_us(graph)
                 if turn:
                     report["contenders"][name]["us"].append(took)
