@@ -112,11 +112,12 @@ def decode(cache: PagedKVCache, query: Tensor, rows: Tensor, slopes: Tensor) -> 
     def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx - kv_idx < 5 + b)
 
-    step = cache.begin()
+    step, found = cache.begin(), []
     for layer, mask in enumerate((causal, window)):
-        cache.append(step, layer, rows * (1 + layer), rows * 2)
-        query = cache.attend(step, layer, query, alibi, mask)
-    return query
+        cache.append(step, layer, rows * 0.5**layer, rows * 0.5)
+        # Each layer has the same query: the first one's rounding would grow in the second.
+        found.append(cache.attend(step, layer, query, alibi, mask))
+    return torch.stack(found, 1)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -171,6 +172,6 @@ def test_a_replay_decodes_what_the_last_step_asked_for(backend: str, storage: st
             graph.replay()
             wanted = decode(on_cpu, new_query.float(), new_rows.float(), SLOPES)
             found = out.float().cpu()
-            # Both caches store the same numbers; bfloat16 rounds what the layers hand on.
-            assert (found - wanted)[: len(live)].abs().max() <= 0.05
+            # Both caches store the same numbers; weights and results are rounded to bfloat16.
+            assert (found - wanted)[: len(live)].abs().max() <= 0.03
             assert not found[len(live) :].any()
