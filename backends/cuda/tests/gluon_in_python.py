@@ -112,7 +112,8 @@ class Box:
 
 class FarBox(Box):
     """A descriptor of any address and strides, of which only the elements that are loaded or
-    stored must be in the memory."""
+    stored must be in the memory; and where a load has none, the place of its coordinates that are
+    inside: an H200 faults at others."""
 
     def __init__(
         self, memory: np.ndarray, first: int, sizes: Sequence[int], strides: Sequence[int],
@@ -135,6 +136,10 @@ class FarBox(Box):
 
     def load(self, at: Sequence[int], memory: np.ndarray) -> None:
         places, there = self._elements(at)
+        if not there.any():
+            inside = [a * (0 <= a < size) for a, size in zip(at, self.sizes, strict=True)]
+            place = self.first + sum(np.multiply(inside, self.strides))
+            assert 0 <= place < self.array.size, "outside of the memory"
         memory[...] = np.where(there, self.array[np.where(there, places, 0)], 0.0)
 
     def store(self, at: Sequence[int], memory: np.ndarray) -> None:

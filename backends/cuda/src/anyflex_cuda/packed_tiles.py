@@ -230,10 +230,14 @@ def load_pages(descs, bufs, slot, full, kv_head, numbers, first, end, PAGE: gl.c
         for i in gl.static_range(BOXES):
             key = first + i * BOX
             there = rows_there(key, end, BOX)
+            row = key % PAGE + there
+            if i > 0:
+                # The address of a box without rows, by its outer dimensions alone, must be in the
+                # tensor too: an H200 faults at others.
+                row = gl.where(there > 0, row, BOX)
             for c in gl.static_range(BESIDE):
                 at = [
-                    numbers[i], kv_head, key % PAGE + there, BOX - there,
-                    p * bufs[0].shape[4] + c * WIDTH,
+                    numbers[i], kv_head, row, BOX - there, p * bufs[0].shape[4] + c * WIDTH,
                 ]
                 load_box(descs[p], at, full, pieces.index((slot * BESIDE + c) * BOXES + i))
 
