@@ -19,21 +19,20 @@ def runs_of_kinds(kinds: Tensor) -> tuple[Tensor, Tensor]:
     """
     heads, rows, columns = kinds.shape
     device, blocks = kinds.device, kinds.numel()
-    kinds = kinds.to(torch.int8)
-    edged = torch.nn.functional.pad(kinds, (1, 1))
-    changes = edged[..., 1:] != edged[..., :-1]
-    visited = kinds != 0
-    # Runs of a row are disjoint, so that the nth begin and the nth end are of one run.
-    begins, ends = ((side & visited).flatten() for side in (changes[..., :-1], changes[..., 1:]))
-    begun, ended = (flags.cumsum(0, dtype=torch.int32) for flags in (begins, ends))
-    column = torch.arange(columns, dtype=torch.int32, device=device)
-    first = torch.stack([column.expand_as(kinds), kinds.to(torch.int32)], -1)
-    end = (column + 1).expand_as(kinds)
     runs = torch.zeros(blocks + 2, 3, dtype=torch.int32, device=device)
-    # Blocks without an edge write past the last run, where no offset leads.
-    runs[:, ::2].index_put_((torch.where(begins, begun - 1, blocks).long(),), first.flatten(0, 2))
-    runs[:, 1].index_put_((torch.where(ends, ended - 1, blocks).long(),), end.flatten())
-    edges = torch.nn.functional.pad(begun, (1, 0))
-    row = torch.arange(heads, device=device)[:, None] * rows
-    position = (row + torch.arange(rows + 1, device=device)) * columns
-    return edges[position][None], runs
+    if blocks == 0:
+        return torch.zeros(1, heads, rows + 1, dtype=torch.int32, device=device), runs
+    edged = torch.nn.functional.pad(kinds, (1, 1))
+    changes, visited = edged[..., 1:] != edged[..., :-1], kinds != 0
+    # Runs of a row are disjoint, so that the nth begin and the nth end are of one run.
+    begins = (changes[..., :-1] & visited).flatten()
+    ends = (changes[..., 1:] & visited).flatten()
+    begun = begins.cumsum(0)
+    column = torch.arange(columns, dtype=torch.int32, device=device).expand(heads, rows, columns)
+    first = torch.stack([column, kinds.to(torch.int32)], -1).flatten(0, 2)
+    # Blocks without an edge write to place -1, the last, where no offset leads.
+    runs[:, ::2].index_put_((begun * begins - 1,), first)
+    runs[:, 1].index_put_((ends.cumsum(0) * ends - 1,), first[:, 0] + 1)
+    # Each head's offsets begin where those of the one before end.
+    edges = torch.nn.functional.pad(begun[columns - 1 :: columns].to(torch.int32), (1, 0))
+    return edges.unfold(0, rows + 1, rows).contiguous()[None], runs

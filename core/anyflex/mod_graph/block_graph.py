@@ -7,6 +7,7 @@ and Cousot, 1977), as in `anyflex.intervals`, which knows more, but only for val
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from anyflex.mod_graph.box_values import (
     number_where,
 )
 from anyflex.mod_graph.dtypes import type_class
+from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import ModGraph
 from anyflex.mod_graph.graph_builder import GraphBuilder
 from anyflex.mod_graph.integer_ranges import IntegerRange, integer_ranges
@@ -42,7 +44,7 @@ _ENDS = {"q_idx": ("q_low", "q_high"), "kv_idx": ("kv_low", "kv_high")}
 _BLOCKS = {"q_idx": "q_block", "kv_idx": "kv_block"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockGraph:
     """A mask's graph over a box of at least one element.
 
@@ -58,6 +60,16 @@ class BlockGraph:
     graph: ModGraph
     captured: int
     tables: tuple[RangeTable, ...]
+
+    @functools.cached_property
+    def read(self) -> frozenset[str]:
+        """Names of the inputs that the result depends on."""
+        return frozenset(self.graph.inputs())
+
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """The graph prepared for torch's operations."""
+        return Evaluator(self.graph.nodes, (self.graph.output,))
 
     def tensors(self, captured: Sequence[Tensor], q_block: int, kv_block: int) -> list[Tensor]:
         """Return the tensors that the graph's loads count into.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from anyflex.mod_graph.block_graph import BlockGraph
-from anyflex.mod_graph.evaluate import evaluate
 
 __all__ = ["BlockGrid", "block_kinds"]
 
@@ -60,22 +59,21 @@ def block_kinds(
     slot, start, q_length, kv_length = (
         each.to(torch.int64).view(-1, 1, 1, 1) for each in (slots, q_starts, q_lengths, kv_lengths)
     )
-    row = torch.arange(grid.q_tiles, device=device).view(-1, 1) * grid.q_block
-    column = torch.arange(grid.kv_blocks, device=device) * grid.kv_block
+    row = torch.arange(0, grid.q_tiles * grid.q_block, grid.q_block, device=device).view(-1, 1)
+    column = torch.arange(0, grid.kv_blocks * grid.kv_block, grid.kv_block, device=device)
     inputs = {
         "b": slot,
-        "h": torch.arange(grid.heads, device=device).view(-1, 1, 1),
         "q_low": start + row,
-        "q_high": start + torch.minimum(row + grid.q_block, q_length) - 1,
+        "q_high": start + (torch.minimum(row + grid.q_block, q_length) - 1),
         "kv_low": column,
         "kv_high": torch.minimum(column + grid.kv_block, kv_length) - 1,
-        # full, not tensor: it fills on the device and copies nothing from the host.
-        "q_block": torch.full((), grid.q_block, device=device),
-        "kv_block": torch.full((), grid.kv_block, device=device),
     }
-    graph = blocks.graph
-    (kind,) = evaluate(
-        graph.nodes, (graph.output,), inputs=inputs, captured=captured, ints=ints, floats=floats
-    )
+    if "h" in blocks.read:
+        inputs["h"] = torch.arange(grid.heads, device=device).view(-1, 1, 1)
+    for name, size in (("q_block", grid.q_block), ("kv_block", grid.kv_block)):
+        if name in blocks.read:
+            # full, not tensor: it fills on the device and copies nothing from the host.
+            inputs[name] = torch.full((), size, device=device)
+    (kind,) = blocks.evaluator(inputs, captured, ints, floats)
     kinds = torch.where((row < q_length) & (column < kv_length), kind, 0)
     return kinds.expand(-1, grid.heads, -1, -1)

@@ -166,7 +166,8 @@ def _prepare(
     # Stored keys and values stand for ones of the query's type.
     one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
     check_tensors(query, one_key, one_value, enable_gqa)
-    if packed.page_table is not None and (packed.device.type == "cpu" or check_indices()):
+    looks = packed.known is None and (packed.device.type == "cpu" or check_indices())
+    if packed.page_table is not None and looks:
         step.once(("checked", *key.shape[:3:2]), check_pages, packed, *key.shape[:3:2])
     length = query.shape[2]
     rows = step.once(("rows", length), _rows, packed, length)
@@ -209,13 +210,14 @@ def _rows(packed: Packed, length: int) -> PackedRows:
     table = packed.page_table
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    lowest = highest = None
+    lowest, highest = packed.known or (None, None)
     max_kv = packed.max_kv
     if packed.device.type == "cpu":
+        max_kv = int(packed.kv_lengths.max())
+    if packed.device.type == "cpu" and packed.known is None:
         ends = packed.q_starts + packed.q_offsets.diff()
         numbers = torch.stack([packed.q_starts, packed.slots, ends, packed.kv_lengths])
         lowest, highest = min(int(numbers.min()), 0), int(numbers.max())
-        max_kv = int(packed.kv_lengths.max())
     return PackedRows(
         packed.q_offsets.contiguous(),
         packed.q_starts.contiguous(),
@@ -243,26 +245,28 @@ def _block_graph(text: str) -> BlockGraph:
 
 
 def _views(rows: PackedRows, mask: TracedMod, heads: int) -> MaskViews:
-    """Return the structure of a mask: rows of blocks sequence after sequence, then those of rows
-    that belong to nobody, and spare ones, without runs."""
+    """Return the structure of a mask: rows of blocks sequence after sequence, then those of
+    padding rows, and spare ones, without runs."""
     sequence, block = rows.blocks.unbind(1)
-    there = (sequence >= 0) & (sequence < rows.slots.shape[0])
-    owner = torch.where(there, sequence, 0)
+    owner = sequence.clamp(0, rows.slots.shape[0] - 1)
+    lengths = rows.q_offsets.diff().clamp(max=rows.max_q)
+    keys = rows.kv_lengths.clamp(max=rows.max_kv)
+    numbers = torch.stack([lengths, rows.q_starts, keys, rows.slots])[:, owner]
+    q_length, start, kv_length, slot = numbers.unbind(0)
     first = block * BLOCK
-    q_lengths = rows.q_offsets.diff()[owner].clamp(max=rows.max_q) - first
     columns = max(-(-rows.max_kv // BLOCK), 1)
     blocks = _block_graph(mask.text)
     kinds = block_kinds(
         blocks,
         # Each row of blocks takes the place of a sequence.
         BlockGrid(heads, 1, columns, BLOCK, BLOCK),
-        slots=rows.slots[owner],
-        q_starts=rows.q_starts[owner] + first,
-        q_lengths=torch.where(there, q_lengths, 0),
-        kv_lengths=rows.kv_lengths[owner].clamp(max=rows.max_kv),
+        slots=slot,
+        q_starts=start + first,
+        q_lengths=(q_length - first) * (owner == sequence),
+        kv_lengths=kv_length,
         captured=blocks.tensors([each.detach() for each in mask.captured], BLOCK, BLOCK),
         ints=mask.ints,
         floats=mask.floats,
     )
-    lengths = rows.blocks.shape[0] * BLOCK, rows.max_kv
-    return MaskViews(*runs_of_kinds(kinds[:, :, 0].transpose(0, 1)), *lengths, (BLOCK, BLOCK))
+    size = rows.blocks.shape[0] * BLOCK, rows.max_kv
+    return MaskViews(*runs_of_kinds(kinds[:, :, 0].transpose(0, 1)), *size, (BLOCK, BLOCK))

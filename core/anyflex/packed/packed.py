@@ -66,6 +66,8 @@ class Packed:
         sequences: N.
         device: of the tensors.
         table_rows: row of the page table that each sequence reads, or None: its own number.
+        known: no index that mods see is below the first or above the second, by the books of who
+            made the batch, which page ids follow too; None where nobody keeps any.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming the argument; values are looked at on a CPU only.
@@ -122,6 +124,7 @@ class Packed:
         self.sequences = q_offsets.shape[0] - 1
         self.device = q_offsets.device
         self.table_rows = slots
+        self.known: tuple[int, int] | None = None
         self._staged: StagedCopy | None = None
         self._changes = 0
         if self.device.type == "cpu" and not in_graph():

@@ -23,8 +23,12 @@ def row_blocks(packed: Packed, rows: int) -> Tensor:
     if packed.device.type != "cpu":
         return static_row_blocks(packed, rows)
     last = int(packed.q_offsets[-1])
-    first = torch.arange(0, packed.max_q, BLOCK, dtype=torch.int32)
-    table = (first < packed.q_offsets.diff()[:, None]).nonzero().to(torch.int32).contiguous()
+    if last == packed.sequences and packed.max_q == 1:  # each has one row
+        table = torch.zeros(last, 2, dtype=torch.int32)
+        torch.arange(last, out=table[:, 0])
+    else:
+        first = torch.arange(0, packed.max_q, BLOCK, dtype=torch.int32)
+        table = (first < packed.q_offsets.diff()[:, None]).nonzero().to(torch.int32).contiguous()
     if last >= rows:
         return table
     rest = torch.arange(-(-(rows - last) // BLOCK), dtype=torch.int32)

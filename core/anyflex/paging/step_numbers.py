@@ -63,6 +63,8 @@ class StepNumbers:
             )
             for max_q in sorted({1, min(_SHORT, longest), longest})
         ]
+        for batch in self.batches:
+            batch.known = 0, max(slots, longest)
 
     def batch(self, longest: int) -> Packed:
         """Return the batch for steps in which no sequence has more new tokens."""
