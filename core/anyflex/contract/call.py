@@ -51,9 +51,9 @@ class Call:
             (``Spec.opaque``), to be run through vmap; else None.
         kept: one dict for all calls of a spec on one device whose query, key and value have the
             same shapes and strides (of a dimension of one element the stride may differ), and
-            whose block masks' offsets have the same shape: a kernel may put there what follows
-            from these. Packed calls, whose shapes change with each step, share one for all shapes.
-            None for a call that no plan was made for.
+            whose block masks' offsets have the same shape, of packed calls also ``blocks``, max_q
+            and max_kv: a kernel may put there what follows from these. None for a call that no
+            plan was made for.
         dropout: numbers that say which pairs are dropped, where ``Spec.dropout``; else None.
         packed: whose rows are whose, where ``Spec.q_layout`` is ``"packed"``; else None.
         k_scale, v_scale: float32, shaped as key and value without their last dimension, any

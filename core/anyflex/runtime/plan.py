@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
+from anyflex.contract.packed_rows import PackedRows
 from anyflex.contract.spec import STORED, CapturedFacts, Spec
 from anyflex.errors import BackendRefused
 from anyflex.mod_graph.graph import ModGraph, parse_graph
@@ -30,9 +31,9 @@ from anyflex.tensors.tensor_facts import architecture, determinism, memories, me
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "refuse_tracing", "spec_for"]
 
 PLANS = 4096
-SHAPES = 4096
-"""Maximum number of call shapes that keep a plan; then all are forgotten. Planning again costs
-less than recording every hit."""
+SHAPES, PACKED_SHAPES = 4096, 256
+"""Maximum number of call shapes that keep a plan, and of those of a plan's packed calls; then all
+are forgotten. Planning again costs less than recording every hit."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,6 @@ class Plan:
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
         sinks: () without sinks, else a flag: they need a gradient.
-        packed_kept: `Call.kept` of packed calls.
         mark: identifies this kernel's saved outputs, in any process: a positive signed 64-bit
             integer.
         request: of the plan's calls (`anyflex.runtime.op_request`), for a backward that Dynamo
@@ -95,7 +95,7 @@ class Plan:
         self.spec = compiled.spec
         self.device_type = device.type
         self.kernel = compiled.kernel
-        self.packed_kept: dict[object, Any] = {}
+        self._packed: dict[tuple[object, ...], dict[object, Any]] = {}
         kind = type(compiled.kernel)
         self.own_backward = compiled.decision.backward == "own"
         self.saves = kind.saved_outputs is not Kernel.saved_outputs
@@ -122,6 +122,28 @@ class Plan:
         text = f"{compiled.backend.name}|{compiled.distribution}|{self.spec.to_text()}"
         digest = hashlib.sha256(text.encode()).digest()
         self.mark = int.from_bytes(digest[:7], "little") + 1
+
+    def kept_by_packed(self, call: Call, packed: PackedRows) -> dict[object, Any]:
+        """Return `Call.kept` of a packed call. The shapes of these change with each step, and
+        those of a step's layers are the same."""
+        query, key, value = call.query, call.key, call.value
+        shapes = (
+            query.shape,
+            query.stride(),
+            key.shape,
+            key.stride(),
+            value.shape,
+            value.stride(),
+            packed.blocks.shape,
+            packed.max_q,
+            packed.max_kv,
+        )
+        found = self._packed.get(shapes)
+        if found is None:
+            if len(self._packed) >= PACKED_SHAPES:
+                self._packed.clear()
+            found = self._packed.setdefault(shapes, {})
+        return found
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:

@@ -241,12 +241,15 @@ def sequences_of(call: Call, packed: PackedRows, tile: int) -> tuple[object, ...
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the splits of a decoding call, then the kernel that combines them."""
-    split = made.launch("decode", call, partial(_split_launch, made, call, out))
-    combination = _combine_launch(made, call, out)
+    packed = {} if call.packed is None else packed_values(call, call.packed, _PACKED_BLOCK)
+    split = made.launch("decode", call, partial(_split_launch, made, call, out, packed))
+    combination = _combine_launch(made, call, out, packed)
     launch_all((split, combination), call.query.device)
 
 
-def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
+def _split_launch(
+    made: Programs, call: Call, out: Outputs, sequences: dict[str, object], config: Config
+) -> Launch:
     spec = made.spec
     mods = made.mods(call, False)
     tensors = call.query, call.key, call.value
@@ -294,13 +297,14 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
 
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
-    if call.packed is not None:
-        values |= packed_values(call, call.packed, _PACKED_BLOCK)
+    values.update(sequences)
     (values["partial_out"],) = out.workspace
     return made.kept(call, key, make).launch(values)
 
 
-def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
+def _combine_launch(
+    made: Programs, call: Call, out: Outputs, sequences: dict[str, object]
+) -> Launch:
     """Return the launch that combines the splits' results."""
     rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
@@ -335,9 +339,7 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
         )
 
     (partial_out,) = out.workspace
-    own: dict[str, object] = {"partial_out": partial_out, "scale": call.scale}
+    own = {**sequences, "partial_out": partial_out, "scale": call.scale}
     if call.sinks is not None:
         own["sinks"] = call.sinks
-    if call.packed is not None:
-        own |= packed_values(call, call.packed, _PACKED_BLOCK)
     return made.kept(call, key, make).launch({**own, **output_values(out, partial_out)})

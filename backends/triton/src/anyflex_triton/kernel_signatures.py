@@ -75,9 +75,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-_KEPT, _KEPT_PACKED = 64, 1024
-"""Maximum number of keys that calls of the same shapes keep, configs and layouts of tensors; and
-that packed calls of a spec keep, three for each of their shapes."""
+_KEPT = 64
+"""Maximum number of keys that calls of the same shapes keep: configs, and layouts of tensors."""
 _HEAD_GROUP_BYTES = 16 << 20
 """Bytes that the heads running at a time read again and again: a part of the L2 cache."""
 _HEADS_AT_A_TIME = 8
@@ -470,16 +469,9 @@ class Programs:
         evicted."""
         if call.kept is None:
             return make()
-        packed = call.packed
-        if packed is not None:
-            query, keys = call.query, call.key
-            key = (
-                key, query.shape, query.stride(), keys.shape, keys.stride(), call.value.stride(),
-                packed.blocks.shape, packed.max_q, packed.max_kv,
-            )  # fmt: skip
         found: T | None = call.kept.get(key)
         if found is None:
-            if len(call.kept) >= (_KEPT if packed is None else _KEPT_PACKED):
+            if len(call.kept) >= _KEPT:
                 call.kept.clear()
             found = call.kept[key] = make()
         return found
