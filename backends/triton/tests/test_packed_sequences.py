@@ -321,18 +321,19 @@ def test_a_scale_that_is_infinite_stays_its_sequence_s(q_lengths: list[int]) -> 
     k, v = ((drawn(40, 2, 16, seed=seed) * 40).to(torch.int8) for seed in (2, 3))
     batch = anyflex.Packed(offsets(q_lengths), kv_offsets=offsets([17, 23]))
 
-    def call(v_scale: Tensor) -> Tensor:
+    def call(k_scale: Tensor, v_scale: Tensor) -> Tensor:
         found = anyflex.flex_attention_packed(
-            q, k, v, batch.begin(), k_scale=scale, v_scale=v_scale, backend="cuda.mine"
+            q, k, v, batch.begin(), k_scale=k_scale, v_scale=v_scale, backend="cuda.mine"
         )
         assert isinstance(found, Tensor)
         return found
 
     infinite = scale.clone()
     infinite[3] = torch.inf
-    found, plain = call(infinite), call(scale)
-    assert not found[: q_lengths[0]].isfinite().any()
-    assert torch.equal(found[q_lengths[0] :], plain[q_lengths[0] :])
+    plain = call(scale, scale)
+    for found in (call(scale, infinite), call(infinite, scale)):
+        assert not found[: q_lengths[0]].isfinite().any()
+        assert torch.equal(found[q_lengths[0] :], plain[q_lengths[0] :])
 
 
 def test_an_older_gpu_refuses_float8() -> None:

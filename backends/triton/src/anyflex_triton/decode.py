@@ -18,6 +18,7 @@ from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
     in_type,
+    load_key_scales,
     load_scales,
     load_tile,
     mask_row,
@@ -50,7 +51,7 @@ def scores_of_tile(
     k = in_type(load_tile(keys, first, columns, end, BOUND), q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=keys.PRECISION)
     if keys.scales is not None:
-        scores *= load_scales(keys, first, columns, end, BOUND)[None, :]
+        scores *= load_key_scales(keys, first, columns, end, BOUND)[None, :]
     if mods.SCORE_MOD is not None:
         scores = mods.SCORE_MOD(
             scores * mods.scale, inputs.b, inputs.h, inputs.q_idx, kv_idx, inputs.tables,

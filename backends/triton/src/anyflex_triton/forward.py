@@ -32,6 +32,7 @@ from anyflex_triton.tiles import (
     first_other_step,
     indices,
     is_far,
+    load_key_scales,
     load_part,
     load_scales,
     long_steps,
@@ -209,7 +210,7 @@ def forward_step(
     k = load_step_rows(keys, first, columns, end, BOUND)
     raw = product_of_rows(q, k, keys.PRECISION)
     if keys.scales is not None:
-        raw *= load_scales(keys, first, columns, end, BOUND)[None, :]
+        raw *= load_key_scales(keys, first, columns, end, BOUND)[None, :]
     if OVERLAP:
         acc = add_values(acc, step, values, before, columns, end, q[0].dtype, BOUND)
     places = first + columns
@@ -270,7 +271,7 @@ def careful_step(
         tables = mods.READ(inputs.b, inputs.h, kv_idx, tables, mods.ints, mods.floats)
     scores = product_of_rows(q, k, keys.PRECISION)
     if keys.scales is not None:
-        scores *= load_scales(keys, first, few, end, True)[None, :]
+        scores *= load_key_scales(keys, first, few, end, True)[None, :]
     if mods.SCORE_MOD is not None:
         scores = scores * mods.scale
     scores = final_scores(

@@ -24,6 +24,7 @@ __all__ = [
     "in_type",
     "indices",
     "is_far",
+    "load_key_scales",
     "load_paged_rows",
     "load_part",
     "load_rows",
@@ -274,6 +275,14 @@ def load_scales(rows, first, places, end, BOUND: tl.constexpr):
     if BOUND:
         return tl.load(pointer, mask=first + places < end, other=0.0)
     return tl.load(pointer)
+
+
+@triton.jit
+def load_key_scales(rows, first, places, end, BOUND: tl.constexpr):
+    """Apply `load_scales` to keys. A scale that isn't finite is NaN: infinite, it would make a
+    pair dead whose product is negative."""
+    scales = load_scales(rows, first, places, end, BOUND)
+    return tl.where(nonfinite(scales), float("nan"), scales)
 
 
 @triton.jit
