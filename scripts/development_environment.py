@@ -153,6 +153,7 @@ def pip(*arguments: str) -> None:
     if any(map(shutil.which, COMPILERS)):
         # Makes a library that doesn't compile an error, not a reason to leave it out.
         environment["ANYFLEX_CPU_REQUIRE_LIBRARY"] = "1"
+        environment["AF_THIS_PROCESSOR"] = "1"
     where = {"cwd": ROOT, "env": environment, "check": False}
     quiet = subprocess.run([*command, "-qq"], stdin=subprocess.DEVNULL, **where)
     # pip prints the reason for conflicting requirements only where it is not quiet.
