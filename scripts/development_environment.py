@@ -42,6 +42,8 @@ GPU_BACKENDS = ["./backends/triton", "./backends/xpu", MPS_BACKEND]
 CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
 TRANSFORMERS = "transformers; python_version >= '3.11'"
+# Tools that build this repository's projects: pip would install it anew for each of them.
+BUILD_TOOLS = ["hatchling>=1.26", "editables", "scikit-build-core>=0.11"]
 TEST_TOOLS = [".[test,serving]", "pytest-xdist", TRANSFORMERS]
 PARTS = {
     "test": [*TEST_TOOLS, CPU_BACKEND, *GPU_BACKENDS, CUDA_BACKEND, TRITON],
@@ -223,9 +225,11 @@ def main(parts: list[str]) -> None:
             requirements = [line for line in requirements if line != TRITON]
             if installed["brings_triton"] != "triton":
                 requirements = [line for line in requirements if line != CUDA_BACKEND]
+        build = [*BUILD_TOOLS, *(name for name in ("cmake", "ninja") if not shutil.which(name))]
+        pip("-c", str(constraints), *build)
         editable = [each for line in requirements if line.startswith(".") for each in ("-e", line)]
         plain = [line for line in requirements if not line.startswith(".")]
-        pip("-c", str(constraints), *editable, *plain)
+        pip("-c", str(constraints), "--no-build-isolation", *editable, *plain)
         state["parts"].update(dict.fromkeys(missing, wanted))
         state_file.write_text(json.dumps(state), encoding="utf-8")
 
