@@ -27,8 +27,8 @@ STUBS = {"torch": "2.13.0", "pytest": "9.0", "hypothesis": "6.170", "numpy": "2.
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of wheels: hatchling with what it needs, two pips, and stubs of third parties."""
     folder = tmp_path_factory.mktemp("house")
-    download(folder, f"hatchling=={version('hatchling')}", "editables~=0.3", "pluggy")
-    download(folder, "scikit-build-core")
+    hatchling = f"hatchling=={version('hatchling')}"
+    download(folder, hatchling, "editables~=0.3", "pluggy", "scikit-build-core")
     # hatchling needs it on Python 3.10.
     download(folder, "tomli", "--no-deps", "--only-binary=:all:", "--python-version", "3.10")
     for each in (OLD_PIP, CURRENT_PIP):

@@ -48,6 +48,8 @@ class Environment:
         # Through the environment, because the pip that builds in isolation must see it too.
         environment |= self.variables
         environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.house)}
+        # As pip's option `compile`: Python compiles what is imported, and pip would compile all.
+        environment["PIP_NO_COMPILE"] = "0"
         if release:
             environment["ANYFLEX_RELEASE"] = "1"
         line = [str(self.python), str(self.pip), command, "--no-cache-dir", *arguments]
