@@ -163,7 +163,7 @@ types:
 
 imports:
 	$(READY) test
-	@$(RUN) bench/import_time.py
+	@$(RUN) bench/import_time.py --processes 5
 
 bench:
 	$(READY) test
