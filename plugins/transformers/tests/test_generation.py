@@ -1,4 +1,4 @@
-"""Ways to generate text, and continuous batching."""
+"""Ways to generate text."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import copy
 import os
 from typing import Any
 
-import anyflex_transformers
 import pytest
 import torch
 import transformers
 from comparison import inputs_of, padding
 from families import by_name
 from models import pair
-
-import anyflex
-
-SERVES = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21),
-    reason="this transformers has no list of implementations to open",
-)
 
 
 def both(name: str, **options: Any) -> tuple[Any, Any]:
@@ -101,48 +93,3 @@ def test_a_compiled_step_decodes_with_a_static_cache() -> None:
             assert torch.equal(found, eager.generate(**given))
     finally:
         torch.compiler.reset()
-
-
-@SERVES
-@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss"])
-def test_continuous_batching_gives_the_tokens_of_generate(name: str) -> None:
-    ours, _ = pair(by_name(name))
-    prompts = [torch.randint(3, 64, (length,)).tolist() for length in (5, 17, 11)]
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
-    config = transformers.GenerationConfig(**options)
-    with anyflex_transformers.continuous_batching():
-        results = ours.generate_batch(prompts, generation_config=config, progress_bar=False)
-    found = [results[key].generated_tokens for key in sorted(results)]
-    options["eos_token_id"] = None
-    expected = []
-    for prompt in prompts:
-        tokens = ours.generate(torch.tensor([prompt]), **options)
-        expected.append(tokens[0, len(prompt) :].tolist())
-    assert sorted(found) == sorted(expected)
-
-
-@SERVES
-def test_what_it_opens_is_closed_again() -> None:
-    from transformers.generation.continuous_batching import ContinuousBatchingManager
-
-    before = ContinuousBatchingManager.switch_to_cb_friendly_attn
-    with pytest.raises(ZeroDivisionError), anyflex_transformers.continuous_batching():
-        assert ContinuousBatchingManager.switch_to_cb_friendly_attn is not before
-        raise ZeroDivisionError
-    assert ContinuousBatchingManager.switch_to_cb_friendly_attn is before
-
-
-def test_versions_without_the_list_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyflex_transformers import continuous_batching
-
-    class Manager:
-        pass
-
-    import transformers.generation.continuous_batching as module
-
-    monkeypatch.setattr(module, "ContinuousBatchingManager", Manager, raising=False)
-    with (
-        pytest.raises(anyflex.ArgumentError, match=r"needs transformers 5\.21 or newer, got"),
-        continuous_batching(),
-    ):
-        pass

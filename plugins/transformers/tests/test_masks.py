@@ -218,20 +218,3 @@ def test_mask_functions_of_the_user(function: Any, warns: bool, recwarn: Any) ->
     slow = [each for each in recwarn if each.category is anyflex.PerformanceWarning]
     assert bool(slow) is warns
     assert not warns or "mask function can't be traced" in str(slow[0].message)
-
-
-def test_packed_requests_each_see_their_own_cache() -> None:
-    q_offsets, kv_offsets = (0, 3, 4), (0, 5, 11)
-    device = torch.device("cpu")
-    mask = masks.packed_mask(q_offsets, kv_offsets, (6, 13), True, None, device)
-    live = anyflex.create_mask(mask.mask_mod, 1, 1, 6, 13)[0, 0]
-    expected = torch.zeros(6, 13, dtype=torch.bool)
-    for row, last in ((0, 2), (1, 3), (2, 4)):
-        expected[row, : last + 1] = True
-    expected[3, 5:11] = True
-    assert torch.equal(live, expected), "surplus rows and keys are dead"
-    near = masks.packed_mask(q_offsets, kv_offsets, (6, 13), True, 2, device)
-    live = anyflex.create_mask(near.mask_mod, 1, 1, 6, 13)[0, 0]
-    assert live.sum(1).tolist() == [2, 2, 2, 2, 0, 0]
-    both = masks.packed_mask((0, 3, 4), (0, 3, 4), (4, 4), False, None, device)
-    assert anyflex.create_mask(both.mask_mod, 1, 1, 4, 4).sum() == 9 + 1

@@ -12,19 +12,20 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import anyflex
 from anyflex_transformers.carrier import Carrier
-from anyflex_transformers.masks import causal_mask, packed_mask
+from anyflex_transformers.masks import causal_mask
 from anyflex_transformers.score_mods import score_mod
+from anyflex_transformers.sequences import Offsets, packed_attention
 
 __all__ = ["attention"]
 
 WITHOUT_EFFECT = frozenset(
     # The mask has these.
-    "sliding_window position_ids cache_position seq_idx "
+    "position_ids cache_position seq_idx "
     # These concern the cache, other layers, and what a model returns.
     "use_cache past_key_value past_key_values encoder_hidden_states output_router_logits "
     "output_hidden_states return_dict num_items_in_batch deterministic "
-    # cu_seq_lens_q and cu_seq_lens_k hold the lengths too; continuous batching keeps the rest.
-    "max_length_q max_length_k read_index write_index logits_indices logits_processor_args".split()
+    # Continuous batching has used these when keys and values arrive.
+    "read_index write_index logits_indices logits_processor_args".split()
 )
 """Keywords that models hand on to attention, and that mean nothing to it."""
 
@@ -43,6 +44,9 @@ def attention(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    sliding_window: int | None = None,
     output_attentions: bool | None = None,
     kernel_options: Mapping[str, Any] | None = None,
     **others: Any,
@@ -58,8 +62,10 @@ def attention(
         dropout: probability with which weights are dropped; models pass 0 in evaluation.
         softcap, position_bias: applied to the scores in this order, before the mask.
         s_aux: [Hq], sinks.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of requests packed into one row; without a mask
-            they are the mask.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: offsets of sequences packed into
+            one row, and bounds of their lengths; without a mask they are the mask.
+        sliding_window: keys that a token of a packed sequence sees, its own included; elsewhere
+            the mask has it.
         kernel_options: as for `anyflex.flex_attention`.
 
     Raises:
@@ -78,8 +84,19 @@ def attention(
     rows, keys = query.shape[2], key.shape[2]
     given: Any = attention_mask
     if given is None and cu_seq_lens_q is not None:
-        given = _packed(query, key, cu_seq_lens_q, cu_seq_lens_k, is_causal, others)
-    elif given is None and is_causal and rows > 1:
+        _refuse_packed(module, dropout, position_bias)
+        out = packed_attention(
+            module,
+            (query, key, value),
+            Offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
+            score_mod((*query.shape[:3], keys), softcap, None, None),
+            (is_causal, sliding_window),
+            scaling,
+            s_aux,
+            kernel_options,
+        )
+        return out, None
+    if given is None and is_causal and rows > 1:
         given = causal_mask(query.shape[0], rows, keys, device=query.device)
     block_mask: Any = given
     on_scores: Any = None
@@ -102,20 +119,15 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor | None,
-    is_causal: bool,
-    others: Mapping[str, Any],
-) -> anyflex.BlockMask:
-    # The offsets are the key: they are read once a layer, and the mask is built once a step.
-    q_offsets = tuple(cu_seq_lens_q.tolist())
-    kv_offsets = q_offsets if cu_seq_lens_k is None else tuple(cu_seq_lens_k.tolist())
-    sizes = (query.shape[2], key.shape[2])
-    window = others.get("sliding_window") if is_causal else None
-    return packed_mask(q_offsets, kv_offsets, sizes, is_causal, window, query.device)
+def _refuse_packed(module: torch.nn.Module, dropout: float, position_bias: Tensor | None) -> None:
+    given = {"dropout": dropout or None, "position_bias": position_bias}
+    for name in given:
+        if given[name] is not None:
+            raise anyflex.ArgumentError(
+                f"{type(module).__name__} calls attention with cu_seq_lens_q, sequences packed "
+                f"into one row, and {name}=, which packed sequences don't have: pass position_ids "
+                "of the sequences instead, which makes a mask"
+            )
 
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:

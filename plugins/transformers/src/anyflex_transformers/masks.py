@@ -16,7 +16,7 @@ import anyflex
 from anyflex_transformers.carrier import Carrier
 from anyflex_transformers.packed import without_positions
 
-__all__ = ["MASKS_TAKE_POSITIONS", "causal_mask", "mask", "mask_at_positions", "packed_mask"]
+__all__ = ["MASKS_TAKE_POSITIONS", "causal_mask", "mask", "mask_at_positions"]
 
 MASKS_TAKE_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
 """Whether this transformers calls mask functions with cache_position, as before 5.4."""
@@ -137,47 +137,6 @@ def _causal_blocks(
 
 # A model whose layers get no mask asks once a layer, and training once a step.
 _kept_causal_blocks = functools.lru_cache(maxsize=16)(_causal_blocks)
-
-
-@functools.lru_cache(maxsize=8)
-def packed_mask(
-    q_offsets: tuple[int, ...],
-    kv_offsets: tuple[int, ...],
-    sizes: tuple[int, int],
-    causal: bool,
-    window: int | None,
-    device: torch.device,
-) -> anyflex.BlockMask:
-    """Return the mask of requests packed into one row, each with the keys of its own cache.
-
-    Args:
-        q_offsets, kv_offsets: where the rows and keys of each request begin, and the end of the
-            last (cu_seq_lens).
-        sizes: (Q_LEN, KV_LEN); rows and keys past the last request are dead.
-        causal: a request's last row is that of its last key, and sees the keys up to its own.
-        window: keys that a row sees, its own included; None: all.
-    """
-    q_length, kv_length = sizes
-    starts = torch.tensor(q_offsets, device="cpu"), torch.tensor(kv_offsets, device="cpu")
-    rows, keys = (torch.arange(size, device="cpu") for size in sizes)
-    q_ids = torch.bucketize(rows, starts[0][1:], right=True)
-    kv_ids = torch.bucketize(keys, starts[1][1:], right=True)
-    kv_ids[keys >= kv_offsets[-1]] = -1
-    shifts = torch.nn.functional.pad(starts[1][1:] - starts[0][1:], (0, 1))
-    places = (rows + shifts[q_ids]).to(device)
-    q_ids, kv_ids = q_ids.to(device), kv_ids.to(device)
-    reach = kv_length if window is None else window
-
-    def packed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        live = q_ids[q_idx] == kv_ids[kv_idx]
-        if causal:
-            live = live & (kv_idx <= places[q_idx])
-        if window is not None:
-            live = live & (kv_idx > places[q_idx] - reach)
-        return live
-
-    with torch.inference_mode(False):
-        return anyflex.create_block_mask(packed, None, None, q_length, kv_length, device)
 
 
 def _padding(

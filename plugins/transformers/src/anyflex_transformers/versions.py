@@ -43,9 +43,16 @@ CHANGES = (
         "before, `supports` says no: they are loaded with eager attention",
     ),
     Change(
+        "5.19",
+        'continuous batching takes "sdpa", "paged|eager" and names that contain "flash"; before, '
+        'any that begins with "paged|"',
+        "`continuous_batching.BATCHED` is the name that this transformers takes; 5.17 to 5.20 ran "
+        "too, older ones didn't",
+    ),
+    Change(
         "5.21",
-        "continuous batching takes a closed list of implementations",
-        "`continuous_batching()` opens it while it is entered; with older versions it raises",
+        "continuous batching asks its cache for keys before it asks for attention",
+        "before, `continuous_batching.attention_of_requests` asks the cache",
     ),
 )
 """Differences between the versions from the oldest to the newest that were tested."""
