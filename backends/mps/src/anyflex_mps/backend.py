@@ -51,7 +51,7 @@ class MpsBackend(Backend):
         gradients=frozenset({"q", "k", "v", "captured", "lse"}),
         deterministic=True,
         captured_dtypes=_TYPES,
-        known_fields=CONTRACT_1_FIELDS,
+        known_fields=CONTRACT_1_FIELDS | {"sinks"},
         node_dtypes=_TYPES,
     )
 

@@ -15,6 +15,7 @@ from anyflex_mps.forward import (
     softmax_over_runs,
     stored_element,
     stored_sums,
+    whole_sum,
 )
 from anyflex_mps.mods import mods_source
 from anyflex_mps.text import (
@@ -147,7 +148,7 @@ float sum = 0.0f;
 for (int i = 0; i < splits; i++)
   sum += sums[3 * i + 1] * fast::exp2((sums[3 * i] - base) * 1.44269504f);
 const bool dead = sum == 0.0f && top == -INFINITY;
-const float over = dead ? 0.0f : 1.0f / sum;
+const float over = dead ? 0.0f : 1.0f / $whole;
 device $type* out_row = out + b * $batch + h * $head + ($index)row * ($index)$row;
 for (int column = (int)lane; column < $dim; column += 32) {
   float x = 0.0f;
@@ -181,6 +182,7 @@ def combine_shader(spec: Spec) -> Shader:
         head=place("out", "head"),
         row=place("out", "row"),
         dim=spec.value_head_dim,
+        whole=whole_sum(spec),
         stored=stored_element(spec),
         stored_sums=stored_sums(spec),
     )

@@ -97,8 +97,9 @@ def launch_decode(made: SpecShaders, call: Call, out: Outputs) -> None:
     partial_out, partial_sums = out.workspace
     tensors = {
         "query": call.query, "key": call.key, "value": call.value, "out": out.out,
-        "lse": out.lse, "max_scores": out.max_scores, "partial_out": partial_out,
-        "partial_sums": partial_sums, **saved_tensors(spec, out.saved), **mask,
+        "lse": out.lse, "max_scores": out.max_scores, "sinks": call.sinks,
+        "partial_out": partial_out, "partial_sums": partial_sums,
+        **saved_tensors(spec, out.saved), **mask,
     }  # fmt: skip
     shader = made.written(decode_shader, splits.tile, splits.packed)
     groups = (splits.number * splits.tiles, heads // splits.packed, batch)

@@ -40,6 +40,7 @@ __all__ = [
     "stored_element",
     "stored_row",
     "stored_sums",
+    "whole_sum",
 ]
 
 _FORWARD = """\
@@ -278,7 +279,7 @@ def softmax_over_runs(spec: Spec, tile: Tile, first_key: str, end_key: str) -> s
 
 def output_buffers(spec: Spec) -> list[str]:
     """Return the declarations of the outputs that a spec wants: out; rest, of a 16-bit type, and
-    tops where there is a backward; lse; max_scores."""
+    tops where there is a backward; lse; max_scores; and of the sinks, which out and tops have."""
     type_ = TYPES[spec.dtype]
     buffers = [f"device {type_}* out"]
     if spec.needs_backward:
@@ -286,12 +287,20 @@ def output_buffers(spec: Spec) -> list[str]:
         buffers.append("device float* tops")
     buffers += ["device float* lse"] if spec.needs_lse else []
     buffers += ["device float* max_scores"] if "max_scores" in spec.aux else []
+    buffers += ["device const float* sinks"] if spec.sinks else []
     return buffers
+
+
+def whole_sum(spec: Spec) -> str:
+    """Return the text of a live row's sum of weights, with its sink's."""
+    if not spec.sinks:
+        return "sum"
+    return "(sum + precise::exp2((sinks[h] - top) * 1.44269504f))"
 
 
 _STORED_ROW = """\
 device $type* out_row = out + b * $batch + h * $head + ($index)row * ($index)$row;
-const float over = dead ? 0.0f : 1.0f / sum;
+const float over = dead ? 0.0f : 1.0f / $whole;
 for (int d = 0; d < $values; d++) {
   for (int i = 0; i < 2; i++) {
     const int column = d * 8 + c + i;
@@ -314,6 +323,7 @@ def stored_row(spec: Spec) -> str:
         row=place("out", "row"),
         values=whole_fragments(spec.value_head_dim) // 8,
         dim=spec.value_head_dim,
+        whole=whole_sum(spec),
         stored=stored_element(spec),
     )
 
@@ -340,5 +350,5 @@ def stored_sums(spec: Spec) -> str:
         lines.append("max_scores[at] = nans != 0u ? NAN : top;")
     if spec.needs_backward:
         lines.append("tops[at * 2] = dead ? 0.0f : top;")
-        lines.append("tops[at * 2 + 1] = dead ? INFINITY : precise::log2(sum);")
+        lines.append(f"tops[at * 2 + 1] = dead ? INFINITY : precise::log2({whole_sum(spec)});")
     return "\n".join(lines)

@@ -86,6 +86,7 @@ def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
             "out": out.out,
             "lse": out.lse,
             "max_scores": out.max_scores,
+            "sinks": call.sinks,
             **saved_tensors(spec, out.saved),
             **tensors,
         },

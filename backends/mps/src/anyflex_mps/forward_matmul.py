@@ -16,6 +16,7 @@ from anyflex_mps.forward import (
     place_of_tile,
     stored_element,
     stored_sums,
+    whole_sum,
 )
 from anyflex_mps.mods import mods_source
 from anyflex_mps.tensor_text import (
@@ -166,7 +167,7 @@ for (int pass = 0; pass < 2; pass++) {
 }
 $sums_of_row
 if (c == 0)
-  inverse_sums[lane_row] = dead ? 0.0f : 1.0f / sum;
+  inverse_sums[lane_row] = dead ? 0.0f : 1.0f / $whole;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 $store_rows
 if (row < end_row && c == 0) {
@@ -249,6 +250,7 @@ def forward_matmul_shader(spec: Spec) -> Shader:
             each_element("acc", "own = own || !isfinite(acc[i]);"), _SIMDGROUPS
         ),
         sums_of_row=SUMS_OF_ROW,
+        whole=whole_sum(spec),
         store_rows=each_element("acc", _stored_rows(spec)),
         stored_sums=stored_sums(spec),
     )
