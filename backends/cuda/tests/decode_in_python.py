@@ -68,6 +68,7 @@ class Case:
         cores: number of multiprocessors.
         most_parts: number of a head's parts that the separate kernel adds up at a time.
         most_added: maximum number of rows of parts without that kernel.
+        sinks: whether heads have sinks.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Case:
     cores: int = 3
     most_parts: int = 64
     most_added: int = 320
+    sinks: bool = False
 
 
 def window(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -111,15 +113,31 @@ CASES = [
     Case("many programs", batch=1, keys=2048, cores=30),
     # This case has lengths of its own, because plans of other cases' lengths are cached.
     Case("summed after", batch=1, keys=2048, cores=30, most_added=0, rest=True),
-    Case("more parts than at a time", batch=1, keys=1984, cores=30, most_parts=2, most_added=0),
+    Case(
+        "more parts than at a time",
+        batch=1,
+        keys=1984,
+        cores=30,
+        most_parts=2,
+        most_added=0,
+        sinks=True,
+    ),
     Case("mask, summed after", mask=lengths, each=True, batch=3, most_added=0, odd=True),
-    Case("groups of units and programs", batch=3, heads=(6, 6), keys=500, cores=6),
+    Case("groups of units and programs", batch=3, heads=(6, 6), keys=500, cores=6, sinks=True),
     Case("one program", batch=3, keys=512, cores=1, heads=(2, 2)),
     Case("other dims", dims=(40, 72), rows=3, heads=(8, 1)),
     Case("score mod", score=scaled, rows=2),
     Case("mask", mask=window, rows=2),
     Case("a mask for each entry", mask=lengths, each=True, batch=3, rest=True),
-    Case("finer blocks than steps", mask=lengths, each=True, batch=3, block=16, score=scaled),
+    Case(
+        "finer blocks than steps",
+        mask=lengths,
+        each=True,
+        batch=3,
+        block=16,
+        score=scaled,
+        sinks=True,
+    ),
     Case("odd", mask=window, odd=True),
     Case("far", score=lowest, rows=2, rest=True),
     Case("far, summed after", score=lowest, batch=1, keys=1920, cores=30, most_added=0, rest=True),
@@ -188,11 +206,13 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
         )
     if case.rest:
         q.requires_grad_()
+    sinks = torch.arange(heads) - 1.5 if case.sinks else None
     options = {"cuda.python": {}} if backend == "cuda.python" else None
-    with mock.patch.object(Program, "launch", launched):
+    with mock.patch.object(Program, "launch", launched), torch.set_grad_enabled(case.rest):
         out, aux = anyflex.flex_attention(
             q, k, v, score_mod=case.score, block_mask=mask, enable_gqa=True, backend=backend,
             return_aux=anyflex.AuxRequest(lse=True, max_scores=True), kernel_options=options,
+            sinks=sinks,
         )  # fmt: skip
         forwards = list(names)
         found = [out, aux.lse, aux.max_scores]

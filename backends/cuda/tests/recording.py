@@ -91,12 +91,13 @@ def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
 
 
 def check_half_outputs(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any
-) -> None:
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Compare the results of a kernel that ran in Python with the reference, for a call in
     float16."""
     wanted, wanted_lse = anyflex.flex_attention(
-        q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="reference"
+        q, k, v, score, mask, enable_gqa=True, return_lse=True, sinks=sinks, backend="reference"
     )
     torch.testing.assert_close(out, wanted, atol=3e-3, rtol=3e-3, equal_nan=True)
     torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-4, equal_nan=True)

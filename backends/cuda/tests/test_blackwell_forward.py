@@ -123,7 +123,11 @@ class Case:
         dead = np.isneginf(top)
         exponentials = np.where(live, np.exp(score - np.where(dead, 0.0, top)), 0.0)
         sums = exponentials.sum(-1, keepdims=True)
-        weights = exponentials / np.where(dead, 1.0, sums)
+        sinks = numbers.standard_normal(heads) if self.seed % 2 else None
+        whole = sums
+        if sinks is not None:
+            whole = sums + np.exp(sinks[:, None, None] - np.where(dead, 0.0, top))
+        weights = exponentials / np.where(dead, 1.0, whole)
         lse = np.where(dead, -np.inf, top + np.log(np.where(dead, 1.0, sums)))[..., 0]
 
         # The kernel.
@@ -143,12 +147,12 @@ class Case:
 
         unit = 1.0 if self.has_score_mod else self.scale
 
-        def write_nonfinite_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+        def write_nonfinite_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             """Record (b, h, first row), and return the rows' known statistics."""
-            b, h, first_row = arguments[4:7]
+            b, h, first_row = arguments[5:8]
             strange.append((b, h, first_row))
             part = (b, h, np.minimum(first_row + np.arange(128), rows - 1), 0)
-            return top[part] / unit, sums[part]
+            return top[part] / unit, sums[part], whole[part]
 
         run_kernel(
             blackwell_forward,
@@ -171,6 +175,7 @@ class Case:
                 "order_strides": order_strides if self.has_mask else None,
                 "ordered": self.pick.choice((0, 1)) if self.has_mask else None,
                 "tables": (), "ints": (), "floats": (), "shifts": shifts, "scale": self.scale,
+                "sinks": None if sinks is None else Pointer(sinks),
                 "batch_heads": self.batch * heads, "heads": heads, "q_length": rows,
                 "kv_length": keys, "tiles": tile_count, "head_group": self.head_group,
                 "SCORE_MOD": softcap if self.has_score_mod else None,
@@ -208,7 +213,7 @@ class Case:
         yield "rest", rest, np.zeros_like(rest)
         yield "lse", found_lse, lse
         yield "max_scores", found_top, top[..., 0]
-        size = np.where(dead, 0.0, np.log2(np.where(dead, 1.0, sums)))
+        size = np.where(dead, 0.0, np.log2(np.where(dead, 1.0, whole)))
         yield "tops", found_tops[~dead[..., 0], 0], top[~dead] / unit
         yield "sums", found_tops[~dead[..., 0], 1], size[~dead]
 

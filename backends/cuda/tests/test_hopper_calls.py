@@ -137,6 +137,7 @@ class Case:
         cores: number of concurrent programs.
         offsets: index offsets of the call.
         odd: whether some elements are non-finite.
+        sinks: whether heads have sinks.
     """
 
     rows: int = 200
@@ -149,6 +150,7 @@ class Case:
     cores: int = 3
     offsets: Offsets = (0, 0, 0, 0)
     odd: bool = False
+    sinks: bool = False
 
 
 AWAY = (1, 2, 30, 45)
@@ -279,19 +281,22 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
         mask = anyflex.create_block_mask(mask_mod, *sizes, BLOCK_SIZE=case.block)
         given = copy.copy(mask)
         given.mask_mod = case.mask
+    sinks = torch.tensor([0.5, -torch.inf, 3.0, -1.0]) if case.sinks else None
     with isolated():
         register("cuda", OnHopper)
         with (
+            torch.no_grad(),
             recording(),
             mock.patch.object(forward_call, "cores", lambda device: case.cores),
             mock.patch.object(Program, "launch", launch),
             mock.patch.object(kernel, "launch_forward", launch_away),
         ):
             out, lse = anyflex.flex_attention(
-                q, k, v, case.score, given, enable_gqa=True, return_lse=True, backend="cuda"
-            )
+                q, k, v, case.score, given, enable_gqa=True, return_lse=True, sinks=sinks,
+                backend="cuda",
+            )  # fmt: skip
     (consumers,) = ran
-    check_half_outputs(out, lse, q, k, v, score, mask)
+    check_half_outputs(out, lse, q, k, v, score, mask, sinks)
     return int(consumers)  # type: ignore[call-overload, no-any-return]
 
 
@@ -300,6 +305,14 @@ def test_a_call_gives_what_the_reference_gives(name: str) -> None:
     consumers = check(CASES[name])
     for number, word in enumerate(("one", "two", "three"), 1):
         assert consumers == number or not name.startswith(f"{word} consumer")
+
+
+WITH_SINKS = ["three consumers", "two consumers, far, not finite", "no step, some, all"]
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_sinks_take_their_part_of_each_row(name: str) -> None:
+    check(replace(CASES[name], sinks=True))
 
 
 @pytest.mark.parametrize("cores", [1, 4] if SOAK else [4])

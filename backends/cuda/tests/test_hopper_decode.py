@@ -167,7 +167,7 @@ class Case:
                 "k_strides": tuple(stride // 8 for stride in k.strides[:3]),
                 "v_strides": tuple(stride // 8 for stride in v.strides[:3]),
                 "edges": Pointer(np.concatenate([edges, steps.ravel()])), "tables": (), "ints": (),
-                "floats": (), "shifts": shifts, "scale": scale, "batch": self.batch,
+                "floats": (), "shifts": shifts, "scale": scale, "sinks": None, "batch": self.batch,
                 "kv_heads": self.kv_heads, "q_length": rows, "most_rows": rows,
                 "kv_length": keys, "sequences": None, "PAGE": 0, "ALONE": False,
                 "unit_steps": unit_steps, "most": steps.shape[1], "groups": self.groups,

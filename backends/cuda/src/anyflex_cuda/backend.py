@@ -32,7 +32,6 @@ class CudaBackend(TritonBackend):
     # its sequences.
     capabilities = dataclasses.replace(
         TritonBackend.capabilities,
-        known_fields=TritonBackend.capabilities.known_fields - {"sinks"},
         batch_invariant=False,
     )
     options: ClassVar[Mapping[str, Option]] = {

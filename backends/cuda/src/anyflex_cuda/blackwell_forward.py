@@ -44,7 +44,7 @@ from anyflex_cuda.kernel_records import (
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
 from anyflex_cuda.smem_mailbox import WORDS, said, say
 from anyflex_cuda.split_tiles import load_box, reinterpret, store_box
-from anyflex_cuda.write_softmax_stats import larger, write_row_sums
+from anyflex_cuda.write_softmax_stats import larger, with_sinks, write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
     FULL,
@@ -644,7 +644,8 @@ def attend(call, ME: gl.constexpr):
         row_sum = softmax.row_sum
         # A row without a live pair has row_sum 0 and gives 0. NaN stays NaN.
         dead = (row_max == float("-inf")) & (row_sum == row_sum)
-        inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, row_sum))
+        whole = with_sinks(row_sum, row_max, softmax.base, h, call.results)
+        inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, whole))
         # Non-finite values also reach rows that don't see them: 0 * NaN is NaN.
         zeros = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         if dones > first_done:
@@ -659,9 +660,9 @@ def attend(call, ME: gl.constexpr):
         # excess is how much base exceeds row_max.
         excess = gl.fma(row_max, 0.0 - unit, softmax.base)
         if gl.max(inexact.to(gl.int32), 0) > 0:
-            row_max, row_sum = write_nonfinite_rows(
-                call.tensors, call.mask, call.mods, call.tables, b, h, first_row, q_length,
-                call.kv_length, ROWS, OF_ROWS, 16,
+            row_max, row_sum, whole = write_nonfinite_rows(
+                call.tensors, call.mask, call.mods, call.tables, call.results, b, h, first_row,
+                q_length, call.kv_length, ROWS, OF_ROWS, 16,
             )
             excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
@@ -685,7 +686,7 @@ def attend(call, ME: gl.constexpr):
                     store_box(call.r_desc, [b, h, first_row, column], staged)
         place = gl.cast(b * call.heads + h, gl.int64) * q_length + rows
         write_row_sums(
-            row_max, row_sum, excess, nans, place, rows < q_length, scale, call.results,
+            row_max, row_sum, whole, excess, nans, place, rows < q_length, scale, call.results,
         )
     tma.store_wait(0)
 
@@ -694,7 +695,7 @@ def attend(call, ME: gl.constexpr):
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
-    mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale,
+    mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale, sinks,
     batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, MASK_SCORES: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
@@ -780,7 +781,7 @@ def forward_kernel(
         mask=mask,
         results=RowResults(
             tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORE_MOD is not None,
-            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST, sinks=sinks,
         ),
         tables=tables,
         mods=Mods(

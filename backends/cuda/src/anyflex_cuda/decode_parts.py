@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anyflex_cuda.decode_steps import part_place
-from anyflex_cuda.write_softmax_stats import write_row_sums
+from anyflex_cuda.write_softmax_stats import natural_base, with_sinks, write_row_sums
 from anyflex_triton.device_functions import LOG2E, record
 
 __all__ = [
@@ -235,7 +235,9 @@ def write_rows(
     inside, head, row = rows_of_unit(packed, unit, outputs.GROUP)
     row += unit.first_row
     dead = (row_max == float("-inf")) & (row_sum == row_sum)
-    inverse = 1.0 / gl.where(dead, 1.0, row_sum)
+    base = natural_base(row_max, outputs.scale, outputs.results)
+    whole = with_sinks(row_sum, row_max, base, head, outputs.results)
+    inverse = 1.0 / gl.where(dead, 1.0, whole)
     acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
     columns = gl.expand_dims(gl.arange(0, outputs.DV, layout=gl.SliceLayout(0, LAYOUT)), 0)
     there = gl.expand_dims(inside, 1) & (columns < VALUE_DIM)
@@ -251,4 +253,6 @@ def write_rows(
         lost = acc - rounded.to(gl.float32)
         rest_at = outputs.rest + gl.expand_dims(at * VALUE_DIM, 1) + columns
         gl.store(rest_at, lost.to(outputs.rest.dtype.element_ty), mask=there)
-    write_row_sums(row_max, row_sum, 0.0, nans, at, inside, outputs.scale, outputs.results)
+    write_row_sums(
+        row_max, row_sum, whole, 0.0, nans, at, inside, outputs.scale, outputs.results,
+    )

@@ -25,8 +25,8 @@ __all__ = ["combine_kernel"]
 
 @triton.jit
 def combine_kernel(
-    partial_out, out, rest, tops, lse, max_scores, o_strides, edges, scale, sequences, batch,
-    heads, q_length, unit_steps, most_rows, programs, groups, GROUP: tl.constexpr,
+    partial_out, out, rest, tops, lse, max_scores, o_strides, edges, scale, sinks, sequences,
+    batch, heads, q_length, unit_steps, most_rows, programs, groups, GROUP: tl.constexpr,
     PLAN: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
     WANT_REST: tl.constexpr,
@@ -98,7 +98,7 @@ def combine_kernel(
         row_max = new_max
     results = RowResults(
         tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORED, WANT_LSE=WANT_LSE,
-        WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+        WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST, sinks=sinks,
     )
     store_row(
         acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,

@@ -836,8 +836,8 @@ def consume(call, share):
 @gluon.jit
 def decode_kernel(
     k_desc, v_desc, query, key, value, partial_out, counts, out, rest, tops, lse, max_scores,
-    q_strides, k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, mark,
-    sequences, batch, kv_heads, q_length, kv_length, unit_steps, most, most_rows, groups,
+    q_strides, k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, sinks,
+    mark, sequences, batch, kv_heads, q_length, kv_length, unit_steps, most, most_rows, groups,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, PAGE: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
@@ -911,7 +911,7 @@ def decode_kernel(
         partial_sums=partial_sums, counts=counts, out=out, rest=rest,
         results=RowResults(
             tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORE_MOD is not None,
-            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST, sinks=sinks,
         ),
         o_strides=o_strides, plan=plan, tables=tables,
         mods=Mods(

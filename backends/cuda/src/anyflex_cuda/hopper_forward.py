@@ -62,7 +62,7 @@ from anyflex_cuda.split_tiles import (
     store_parts,
     zeros_of,
 )
-from anyflex_cuda.write_softmax_stats import write_row_sums
+from anyflex_cuda.write_softmax_stats import with_sinks, write_row_sums
 from anyflex_triton.device_functions import (
     FAR,
     FULL,
@@ -838,16 +838,18 @@ def consume(call, ME: gl.constexpr):
             inexact |= none != none
         # Correct for rounding: weights are relative to base, not to row_max.
         excess = gl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
+        whole = with_sinks(row_sum, row_max, base, h, call.results)
         if gl.max(inexact.to(gl.int32), 0) > 0:
-            row_max, row_sum = write_nonfinite_rows(
-                call.tensors, call.mask, call.mods, call.tables, b, h, first_row, end_row,
-                kv_length, ROWS, OF_ROWS, own=own, sequences=call.sequences, PAGE=call.PAGE,
+            row_max, row_sum, whole = write_nonfinite_rows(
+                call.tensors, call.mask, call.mods, call.tables, call.results, b, h, first_row,
+                end_row, kv_length, ROWS, OF_ROWS, own=own, sequences=call.sequences,
+                PAGE=call.PAGE,
             )
             excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
             # A row without a live pair has row_sum 0 and gives 0. NaN stays NaN.
             dead = (row_max == float("-inf")) & (row_sum == row_sum)
-            inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, row_sum))
+            inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, whole))
             acc = all_multiplied(acc, inverse, False)
             # TMA may still read the previous tile's rows.
             tma.store_wait(0)
@@ -867,7 +869,7 @@ def consume(call, ME: gl.constexpr):
                 store_parts(outputs.r_descs, outputs.r_bufs, ME, b, h, first_row)
         at = gl.cast(b * call.heads + h, gl.int64) * call.q_length + rows
         write_row_sums(
-            row_max, row_sum, excess, softmax.nans, at, rows < end_row, scale, call.results,
+            row_max, row_sum, whole, excess, softmax.nans, at, rows < end_row, scale, call.results,
         )
         if SHARES_ROOM:
             tma.store_wait(0)
@@ -883,8 +885,8 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, q2_desc, k2_desc, v2_desc, o2_desc, r2_desc, query,
     key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, tops, lse,
     max_scores, counter, offsets, ends, runs, mask_strides, tile_order, order_strides, ordered,
-    tables, ints, floats, shifts, scale, sequences, short_rows, batch_heads, heads, q_length,
-    kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    tables, ints, floats, shifts, scale, sinks, sequences, short_rows, batch_heads, heads,
+    q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr,
     MASK_SCORES: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, PAGE: gl.constexpr,
@@ -993,7 +995,7 @@ def forward_kernel(
         mask=mask,
         results=RowResults(
             tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORE_MOD is not None,
-            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST, sinks=sinks,
         ),
         tables=tables,
         mods=Mods(

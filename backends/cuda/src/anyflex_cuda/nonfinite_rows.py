@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from anyflex_cuda.write_softmax_stats import natural_base, with_sinks
 from anyflex_triton.device_functions import (
     ModInputs,
     bounded_run,
@@ -174,16 +175,17 @@ def keys_of(tensor, strides, b, h, first, pages, DIM: gl.constexpr):
 
 @gluon.jit
 def write_nonfinite_rows(
-    tensors, mask, mods, tables, b, h, first_row, q_length, kv_length, ROWS: gl.constexpr,
-    SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART, own=None, sequences=None,
-    PAGE: gl.constexpr = 0,
+    tensors, mask, mods, tables, results, b, h, first_row, q_length, kv_length,
+    ROWS: gl.constexpr, SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART, own=None,
+    sequences=None, PAGE: gl.constexpr = 0,
 ):
     """Write out and rest of ROWS rows from `first_row` on. Return each row's largest of
-    `final_scores` and the sum of weights relative to it, in SUMS_LAYOUT.
+    `final_scores` and the sum of weights relative to it, without and with the sink, in
+    SUMS_LAYOUT.
 
     Args:
         tensors, mask: `PointedTensors` and `MaskRuns`.
-        mods: `anyflex_triton.kernel_records.Mods`.
+        mods, results: `Mods` and `RowResults` of `anyflex_triton.kernel_records`.
         COLUMNS: number of columns computed at a time.
         own: the `anyflex_triton.sequences.SequenceTile` that the rows are in, whose `end_row` and
             `kv_length` are q_length and kv_length; None where queries aren't packed.
@@ -225,6 +227,7 @@ def write_nonfinite_rows(
     unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
     row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+    whole = row_sum
     # The first columns are computed twice. The first time finds the largest scores, as these
     # products have them; what it writes is overwritten.
     for column in range(-COLUMNS, VALUE_DIM, COLUMNS):
@@ -245,7 +248,9 @@ def write_nonfinite_rows(
         row_max = highest
         # A row without a live pair has row_sum 0 and gives 0. NaN stays NaN.
         dead = (row_max == float("-inf")) & (row_sum == row_sum)
-        inverse = 1.0 / gl.where(dead, 1.0, row_sum)
+        base = natural_base(row_max, mods.scale, results)
+        whole = with_sinks(row_sum, row_max, base, h, results)
+        inverse = 1.0 / gl.where(dead, 1.0, whole)
         acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
         columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
         columns = gl.expand_dims(first_column + columns, 0)
@@ -259,4 +264,5 @@ def write_nonfinite_rows(
             at = place_of(tensors.r_strides, b, h)
             at = at + rows.to(gl.int64) * tensors.r_strides[2] + columns
             gl.store(tensors.rest + at, lost.to(tensors.rest.dtype.element_ty), mask=there)
-    return gl.convert_layout(row_max, SUMS_LAYOUT), gl.convert_layout(row_sum, SUMS_LAYOUT)
+    found = gl.convert_layout(row_max, SUMS_LAYOUT), gl.convert_layout(row_sum, SUMS_LAYOUT)
+    return found[0], found[1], gl.convert_layout(whole, SUMS_LAYOUT)

@@ -42,6 +42,7 @@ from anyflex_triton.tiles import (
     store_rows,
     sum_of_counts,
     tensor_at,
+    with_sink,
 )
 
 __all__ = [
@@ -82,5 +83,6 @@ __all__ = [
     "tensor_at",
     "tile_of_program",
     "unit_of_scores",
+    "with_sink",
     "zeros_of_parts",
 ]
