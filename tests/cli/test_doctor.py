@@ -241,11 +241,11 @@ def test_a_backend_without_gqa_refuses_the_self_test_of_decoding(command: RunCom
 def test_layouts_that_a_backend_takes_as_they_are_are_told(command: RunCommand) -> None:
     class Packs(Right):
         capabilities = dataclasses.replace(
-            Right.capabilities, known_fields=CONTRACT_1_FIELDS | {"q_layout"}
+            Right.capabilities, known_fields=CONTRACT_1_FIELDS | {"q_layout", "sinks"}
         )
 
     register("cpu", Packs)
-    told = "takes as they are, without core: packed sequences\n"
+    told = "takes as they are, without core: packed sequences, sinks\n"
     assert command("doctor").out.count(told) == 1
 
 

@@ -20,6 +20,7 @@ from anyflex import AuxRequest
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Saved, isolated, register
 from anyflex.reference.backend import ReferenceBackend
+from anyflex.runtime import launch
 
 __all__: list[str] = []
 
@@ -152,6 +153,13 @@ def test_sinks_of_any_float_type_and_stride_get_a_gradient_of_theirs(backend: st
     one = torch.zeros((), requires_grad=True)
     attend(*tensors, one.expand(4), backend=backend).square().sum().backward()
     torch.testing.assert_close(one.grad, wide.grad.float().sum(), rtol=0.02, atol=0.02)
+
+
+def test_gradients_of_many_heads_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_PRODUCTS", 2 * 2 * 21 * 8)
+    check(lambda *t: attend(*t, backend="reference"), inputs())
+    monkeypatch.setattr(launch, "_PRODUCTS", 1)
+    check(lambda *t: attend(*t, backend="reference"), inputs())
 
 
 def test_where_the_sinks_alone_learn_no_kernel_runs_backward() -> None:

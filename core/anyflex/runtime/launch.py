@@ -26,6 +26,9 @@ __all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]
 _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
 """Exceptions of a kernel that pass unchanged, because users catch them."""
 
+_PRODUCTS = 1 << 26
+"""Elements of dout and out that are multiplied at a time for the gradient of sinks."""
+
 _CONTIGUOUS = torch.contiguous_format
 """Strides of a contiguous tensor may be anything where a size is 1; tensors for a kernel have last
 stride 1."""
@@ -233,7 +236,9 @@ def _through_sinks(
     if not wanted:
         return whole, [None]
     # Not exp(sink - whole): a sink of infinity has all the weight.
-    delta = (grad.dout.to(lse.dtype) * saved.out).sum(-1)
+    heads = max(1, _PRODUCTS * sinks.numel() // max(1, saved.out.numel()))
+    parts = zip(*(torch.split(each, heads, 1) for each in (grad.dout, saved.out)), strict=True)
+    delta = torch.cat([(dout.to(lse.dtype) * out).sum(-1) for dout, out in parts], 1)
     gradient = torch.sigmoid(each - lse) * delta
     return whole, [-gradient.masked_fill_(dead, 0).sum((0, 2))]
 
