@@ -105,7 +105,7 @@ def measure(group: str, names: list[str]) -> list[dict[str, Any]]:
             try:
                 begin = serving_peers.CONTENDERS[name](given)
                 error = sample_error(given, begin()())
-                # What is captured reads tensors that the contender alone may hold.
+                # A captured graph reads tensors that the contender alone may hold.
                 graphs[name] = captured(begin), begin
                 first, layer = host_us(begin)
                 report["contenders"][name] = {
