@@ -22,6 +22,7 @@ CAPABILITIES = {
     "packed sequences and keys in pages as they are in the portable kernels": 645,
     "sinks in kernels, forward and backward; their cases": 515,
     "packed sequences and keys in pages in Hopper's own forward": 740,
+    "packed sequences and keys in pages in Hopper's own decoding": 1_060,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
     "kinds of blocks by a mask's graph, computed on the device from lengths": 850,
     "keys and values in pages: owners, prefixes, append": 1_250,

@@ -1,8 +1,8 @@
 """Compiles decoding for a Hopper GPU that needn't be there; `test_compiled_decode` runs this.
 
 Prints one line of JSON per kernel, as `compiling_forward` does, with the number of TMA loads and
-of instructions of the loop over a unit's steps; then one for each kernel that a call with a mask
-launches.
+of instructions of the loop over a unit's steps; then one for each kernel of packed calls, and for
+each that a call with a mask launches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decode_of(
     )
     mods = Mods.of(None, functions)
     wanted = {"WANT_LSE": True, "WANT_MAX": False, "WANT_REST": False}
-    return decode_program(made, tiles, plan, mods, adds, 8, wanted)
+    return decode_program(made, tiles, plan, mods, adds, 8, wanted, spec.q_layout == "packed")
 
 
 def facts_of(
@@ -66,6 +66,21 @@ def facts_of(
         "past_first_cache": [
             len(re.findall(rf"ld\.global\.cg\.{kind}", ptx)) for kind in ("v4.b32", "b32")
         ],
+    }
+
+
+def packed_facts(spec: Spec, page: int, plan: int, adds: bool) -> dict[str, Any]:
+    """Compile the kernel of packed calls, whose loops have loops within."""
+    layout: Any = "paged" if page else "packed"
+    spec = replace(spec, q_layout="packed", kv_layout=layout, page_size=page, q_class="one")
+    made, told = compiled(decode_of(spec, decode_tiles(spec), plan, False, adds))
+    sass = sass_of(made)
+    return {
+        "spills": spills_of(told),
+        "serialized": sorted(set(re.findall(r"C75\d\d", told))),
+        "shared": made.metadata.shared,
+        "local": sass.count("LDL") + sass.count("STL"),
+        "loads": len(re.findall(r"UTMALDG", sass)),
     }
 
 
@@ -107,6 +122,18 @@ def main() -> int:
             found = facts_of(spec, decode_tiles(spec), plan, within, adds)
             name = f"{name} {dim} {plan} {within} {adds}"
             print(json.dumps({"name": name, "adds": adds, **found}), flush=True)
+        packed = [("full", 128, 64, none, True), ("documents", 128, 16, each, False)]
+        if SOAK:
+            packed += [
+                ("full", 128, 16, none, True), ("softcap", 128, 0, none, True),
+                ("full", 128, 256, none, False), ("full", 64, 48, none, True),
+                ("documents", 64, 64, each, True), ("full", 64, 0, none, False),
+                ("alibi", 128, 32, none, True),
+            ]  # fmt: skip
+        for name, dim, page, plan, adds in packed:
+            spec = replace(spec_of(name, dim, torch.bfloat16), gqa_ratio=4)
+            facts = packed_facts(spec, page, plan, adds)
+            print(json.dumps({"name": name, "dim": dim, "page": page, **facts}), flush=True)
         for found in launched():
             print(json.dumps(found), flush=True)
     return 0

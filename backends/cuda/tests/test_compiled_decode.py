@@ -20,7 +20,8 @@ def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     lines = printed_by("compiling_decode.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
     count = 9 if SOAK else 2
-    of_steps, of_calls = found[:count], found[count:]
+    ends = count + count
+    of_steps, of_packed, of_calls = found[:count], found[count:ends], found[ends:]
     for facts in of_steps:
         assert facts["serialized"] == [] and facts["spills"] == facts["local"] == 0, facts
         assert facts["shared"] <= SHARED and facts["registers"] == 128, facts
@@ -37,7 +38,14 @@ def test_decoding_compiles_without_spills_and_fits_twice() -> None:
         assert facts["atomics"] == (counting if facts["adds"] else []), facts
         # These are a thread's loads in flight at once of the parts' values, and of their row_max
         # and row_sum.
-        assert facts["past_first_cache"] == ([16, 2] if facts["adds"] else [0, 0]), facts
+        assert facts["past_first_cache"] == [16, 2], facts
+    for facts in of_packed:
+        # One number that is used at the ends of units may be spilled.
+        assert facts["serialized"] == [] and facts["spills"] <= 4 and facts["local"] <= 3, facts
+        assert facts["shared"] <= SHARED, facts
+        # Pages of other sizes take boxes of their greatest common divisor with a step's 64 keys.
+        boxes = 64 // {16: 16, 32: 32, 48: 16}.get(facts["page"], 64)
+        assert facts["loads"] == boxes * (4 if facts["dim"] == 128 else 2), facts
     assert [facts["name"] for facts in of_calls] == [
         "steps_kernel", "decode_kernel", "combine_kernel",
     ]  # fmt: skip
