@@ -135,7 +135,7 @@ def programs_and_groups(units, most, total, programs):
     """
     live = tl.maximum(tl.minimum(programs, total // _LEAST_STEPS), 1)
     some = tl.maximum(units, 1)
-    # A multiple or a divisor of the number of equal units makes fewer shares cross the ends.
+    # Fewer shares cross the ends of equal units with a multiple or a divisor of their number.
     each = tl.maximum(live // some, 1)
     longest = tl.maximum((most + each - 1) // each, 1)
     rounds = (some + live - 1) // live
