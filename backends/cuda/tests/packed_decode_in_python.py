@@ -29,7 +29,14 @@ from torch import Tensor
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex.testing import posing
-from anyflex_cuda import decode_call, forward_call, hopper_decode, hopper_forward, packed_tiles
+from anyflex_cuda import (
+    decode_call,
+    forward_call,
+    hopper_decode,
+    hopper_forward,
+    packed_decode_call,
+    packed_tiles,
+)
 from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import sequences
 from anyflex_triton.building import Program
@@ -107,6 +114,33 @@ CASES = [
     Case("beside long ones", ((1, 90), (140, 200), (2, 65), (33, 40)), mask=causal, spare=3),
     Case("beside long ones, packed", ((1, 90), (0, 3), (140, 200), (2, 0)), page=0, spare=3),
 ]
+
+
+def drawn(seed: int) -> Case:
+    """Return a random case."""
+    pick = random.Random(seed)
+    group, kv_heads = pick.choice([(1, 3), (4, 2), (7, 1), (8, 1), (16, 1)])
+    most = 64 // group
+    page = pick.choice([0, 16, 32, 48, 64, 96, 256])
+    keys = [0, 1, 15, 16, 17, 63, 64, 65, page, page + 1, pick.randrange(700)]
+    return Case(
+        f"random {seed}",
+        tuple(
+            (pick.choice([0, 1, 1, min(2, most), min(4, most)]), pick.choice(keys))
+            for _ in range(pick.choice([1, 2, 5, 9]))
+        )
+        + ((1, pick.choice(keys)),),
+        page,
+        (group * kv_heads, kv_heads),
+        pick.choice([(64, 64), (40, 72), (128, 128)]),
+        pick.choice([None, by_slot]),
+        pick.choice([None, causal, window]),
+        pick.choice([0, 3, 40]),
+        rows_first=pick.choice([False, True]),
+        cores=pick.choice([1, 3, 10]),
+        most_added=pick.choice([0, 10**6]),
+        most_parts=pick.choice([2, 64]),
+    )
 
 
 def in_python(
@@ -221,6 +255,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
     with (
         mock.patch.object(forward_call, "cores", lambda device: case.cores),
         mock.patch.object(decode_call, "_MOST_ADDED", case.most_added),
+        mock.patch.object(packed_decode_call, "_MOST_ADDED", 10**6),
         mock.patch.object(decode_call, "_FEW_PARTS", min(decode_call._FEW_PARTS, case.most_parts)),
         mock.patch.object(decode_call, "_MOST_PARTS", case.most_parts),
     ):
@@ -241,7 +276,7 @@ def main() -> int:
     hasten()
     with isolated(), posing("cuda"):
         register("cuda.python", InPython)
-        for case in CASES if SOAK else CASES[1::4]:
+        for case in [*CASES, *map(drawn, range(30))] if SOAK else [*CASES[1::4], drawn(0)]:
             if len(sys.argv) < 2 or sys.argv[1] in case.name:
                 check(case)
                 print(f"{case.name}: right", flush=True)

@@ -413,8 +413,8 @@ def pages_of_step(keys, first, BOX: gl.constexpr, plan):
     if plan.PAGE == 0:
         return (0 * first,)
     else:
-        pages = (page_at(keys, first, plan.PAGE),)
-        for p in gl.static_range(1, plan.BLOCK_N // BOX):
+        pages = plan.sequences[:0]
+        for p in gl.static_range(plan.BLOCK_N // BOX):
             pages = pages + (page_at(keys, first + p * BOX, plan.PAGE),)
         return pages
 
