@@ -131,16 +131,18 @@ class PagedKVCache:
         with torch.inference_mode(False):
             key = torch.empty(*shape, head_dim, dtype=stored, device=device)
             value = torch.empty(*shape, value_head_dim, dtype=stored, device=device)
-            scales: list[Tensor | None] = [None, None]
+            k_scale = v_scale = None
             if STORAGES[storage]:
-                scales = [torch.empty(shape, dtype=torch.float32, device=device) for _ in "kv"]
-            self._pools = key, value, *scales
+                k_scale, v_scale = (
+                    torch.empty(shape, dtype=torch.float32, device=device) for _ in "kv"
+                )
+            self._pools = key, value, k_scale, v_scale
             self._stored = [bytes_of(pool) for pool in self._pools if pool is not None]
             # Eager calls find a layer here: torch takes a microsecond to index a tensor.
             self._layers = [self._layer(layer) for layer in range(layers)]
             self.key, self.value = key[:, :pages], value[:, :pages]
             self.key_scale, self.value_scale = (
-                None if scale is None else scale[:, :pages] for scale in scales
+                None if scale is None else scale[:, :pages] for scale in (k_scale, v_scale)
             )
             self.device = device = key.device
             self._numbers = StepNumbers(slots, width, width * page_size, device)

@@ -107,8 +107,8 @@ class StepNumbers:
             filled = entries + entries[-1:] * (most - len(entries))
             self._host[at : at + len(filled)] = array("i", filled)
             at += most
-        for pages in zip(*copies, strict=True):
-            self._host[at : at + len(pages)] = array("i", pages)
+        for copied in zip(*copies, strict=True):
+            self._host[at : at + len(copied)] = array("i", copied)
             at += self.page_table.shape[0]
 
     def _write(self, reserved: Reserved) -> None:

@@ -289,7 +289,7 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """Return the boxes that one load or store moves, by names of descriptors."""
     parts = parts_of(spec.head_dim)
     value_parts = value_parts_of(spec)
-    boxes = {
+    boxes: dict[str, tuple[int, ...]] = {
         f"{letter}{number}_desc": (1, 1, rows, columns)
         for letter, rows, each in (
             ("q", _ROWS, parts), ("k", tiles.block_n, parts), ("v", tiles.block_n, value_parts),

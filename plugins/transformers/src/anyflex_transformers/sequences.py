@@ -19,7 +19,7 @@ another thread may run one too."""
 
 
 class Offsets(NamedTuple):
-    """Whose rows and keys are whose.
+    """Where each sequence's rows and keys are.
 
     Args:
         q, kv: int [N + 1], where the rows and keys of each sequence begin, and the end of the
@@ -43,16 +43,16 @@ def packed_attention(
     sinks: Tensor | None,
     kernel_options: Mapping[str, Any] | None,
 ) -> Tensor:
-    """Return out [1, T, Hq, Ev].
+    """Return out [1, T, Hq, Ev] of a packed call.
 
     Args:
         module: the attention layer.
         tensors: query [1, Hq, T, E], key [1, Hkv, S, E], value [1, Hkv, S, Ev]. Rows past the last
-            sequence belong to nobody, and have out 0.
+            sequence are padding, and have out 0.
         offsets: of the sequences.
         score_mod: of positions in a sequence, or None.
         sees: (causal, window). A sequence's last row is that of its last key; causal, a row sees
-            no later keys, and with a window only the last so many.
+            no later keys, and with a window only its last `window` keys.
         scaling, kernel_options: as for `anyflex.flex_attention`.
         sinks: [Hq] or None.
 
