@@ -33,9 +33,12 @@ cpu = loaded("serving_cpu_targets")
 
 def report(group: str, page: int = 64, storage: str = "", **us: float) -> dict[str, Any]:
     found = {
-        name.replace("_", ", "): {"us": [value] * 3, "error": 0.001, "host_us": 9, "first_us": 9}
+        name.replace("_", ", "): {
+            "us": value, "ratio": value / us.get("cuda", value), "error": 0.001, "host_us": 9,
+            "first_us": 9,
+        }
         for name, value in us.items()
-    }
+    }  # fmt: skip
     return {
         "row": "decode", "group": group, "heads": [32, 8], "dim": 128, "page": page, "mod": "",
         "storage": storage, "bytes": 1000, "contenders": found, "refused": {},
