@@ -238,6 +238,12 @@ def test_explain_says_who_applies_the_sinks(backend: str) -> None:
     assert f"sinks by {told.sinks_by}" in str(told)
     assert told.to_dict()["sinks_by"] == told.sinks_by
     assert told.selection.spec.sinks is (told.sinks_by == "kernel")
+    # Beside a gradient of lse core applies them, and not beside lse alone.
+    asked: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": backend}
+    assert anyflex.explain(*tensors, **asked, sinks=sinks).sinks_by == "core"
+    frozen = [each.detach() for each in tensors]
+    found = anyflex.explain(*frozen, **asked, sinks=sinks.detach())
+    assert found.sinks_by == told.sinks_by
     plain = anyflex.explain(*tensors, enable_gqa=True, backend=backend)
     assert plain.sinks_by == "" and "sinks" not in str(plain)
 

@@ -14,18 +14,21 @@ from anyflex.runtime.plain_backend import takes_sinks
 __all__ = ["attend_with_sinks", "in_kernels"]
 
 
-def in_kernels(sinks: Tensor | None, query: Tensor, backend: str | None, *, lse: bool) -> bool:
-    """Whether the call's kernel shall apply the sinks, not `with_sinks` what it gives.
+def in_kernels(call: CheckedCall) -> bool:
+    """Whether the call's kernel shall apply its sinks, not `with_sinks` to what the kernel gives.
 
-    Args:
-        query: after autocast.
-        backend: the ``backend=`` argument.
-        lse: it is returned. A gradient that arrives there is that of a softmax without sinks,
-            which the backward pass of one with sinks doesn't compute.
+    It doesn't where a gradient may arrive at lse: that is of a softmax without sinks, which the
+    backward pass of one with sinks doesn't compute.
     """
-    if sinks is None or (lse and torch.is_grad_enabled()):
-        return False
-    return takes_sinks(query.device, query.dtype, backend)
+    query = call.query
+    if call.aux.lse and torch.is_grad_enabled():
+        # A score mod may read a tensor that learns.
+        if call.score_mod is not None:
+            return False
+        for tensor in (query, call.key, call.value, call.sinks):
+            if tensor is not None and tensor.requires_grad:
+                return False
+    return takes_sinks(query.device, query.dtype, call.backend)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
@@ -38,7 +41,7 @@ def attend_with_sinks(call: CheckedCall, attend: Callable[[CheckedCall], Results
         attend: computes a checked call and returns out, lse and max_scores.
     """
     aux, sinks = call.aux, call.sinks
-    if sinks is None or in_kernels(sinks, call.query, call.backend, lse=aux.lse):
+    if sinks is None or in_kernels(call):
         return attend(call)
     out, lse, max_scores = attend(call._replace(sinks=None, aux=aux._replace(lse=True)))
     assert lse is not None

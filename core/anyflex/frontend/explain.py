@@ -154,7 +154,7 @@ def explain(
         from anyflex.frontend.calls_with_sinks import in_kernels
 
         sinks_by = "kernel"
-        if not in_kernels(call.sinks, call.query, backend, lse=call.aux.lse):
+        if not in_kernels(call):
             sinks_by = "core"
             call = call._replace(sinks=None, aux=call.aux._replace(lse=True))
     inputs = gather(call)

@@ -14,7 +14,6 @@ from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.attention_sinks import checked_sinks, with_sinks
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
-from anyflex.frontend.calls_with_sinks import in_kernels
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.packed.arguments import check_packed
 from anyflex.packed.own_layout import in_own_layout
@@ -27,6 +26,7 @@ from anyflex.packed.row_tables import (
     row_tables,
 )
 from anyflex.registry.freeze_options import freeze_options
+from anyflex.runtime.plain_backend import takes_sinks
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 from anyflex.tracing.trace_cache import traced
@@ -105,7 +105,8 @@ def flex_attention_packed(
     ):
         # Kernels of this layout have no backward.
         learns = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-        inside = not learns and in_kernels(sinks, query, backend, lse=False)
+        inside = sinks is not None and not learns
+        inside = inside and takes_sinks(query.device, query.dtype, backend)
         asked = CheckedCall(
             _as_batch(query),
             key if paged else _as_batch(key),

@@ -60,7 +60,12 @@ CASES.compare(
     wide=row("float64", (40, 41), dtype=torch.float64),
     kv_broadcast=row("batch entries that share keys", (70, 66), batch=3, kv_batch=1),
     large_scores=row(
-        "scores in the hundreds", (70, 90), heads=(4, 2), sinks=_FOUR, score_mod="big_scores"
+        "scores in the hundreds",
+        (70, 90),
+        heads=(4, 2),
+        sinks=_FOUR,
+        score_mod="big_scores",
+        aux=MAXIMA,
     ),
     infinite_value=row("an infinite value stays infinite", (40, 40), values=infinity_in_a_value),
 )
