@@ -25,6 +25,7 @@ from anyflex.testing.cases import (
     precision,
     required,
     shapes,
+    sinks,
     structure,
 )
 from anyflex.testing.runner import Outcome, run_case, run_cases
@@ -35,6 +36,7 @@ from tests.testing.faults import gradients as gradient_faults
 from tests.testing.faults import masks as mask_faults
 from tests.testing.faults import precision as precision_faults
 from tests.testing.faults import shapes as shape_faults
+from tests.testing.faults import sinks as sink_faults
 from tests.testing.faults.fault import Fault, example
 
 GROUPS = (
@@ -50,6 +52,7 @@ GROUPS = (
     gradients,
     precision,
     inputs,
+    sinks,
 )
 QUICK: dict[str, Case] = {
     name: case for group in GROUPS for name, case in group.CASES.items() if case.quick
@@ -60,6 +63,7 @@ FAULTS = (
     *shape_faults.FAULTS,
     *gradient_faults.FAULTS,
     *precision_faults.FAULTS,
+    *sink_faults.FAULTS,
 )
 
 
@@ -73,7 +77,7 @@ def failures(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def test_every_fault_of_the_list_is_there() -> None:
-    assert [fault.number for fault in FAULTS] == list(range(1, 79))
+    assert [fault.number for fault in FAULTS] == [*range(1, 79), *range(801, 806)]
 
 
 def test_the_plugin_without_a_fault_passes_the_cases(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class ExampleBackend(Backend):
         captured_dtypes=frozenset(DTYPES.values()),
         deterministic=True,
         operations=TORCH.operations(),
-        known_fields=CONTRACT_1_FIELDS,
+        known_fields=CONTRACT_1_FIELDS | {"sinks"},
         node_dtypes=frozenset(TORCH.types),
     )
     options: ClassVar[Mapping[str, Option]] = {

@@ -1,0 +1,63 @@
+"""Faults 801 to 805: sinks."""
+
+from __future__ import annotations
+
+from tests.testing.faults.fault import Change, Fault
+
+__all__ = ["FAULTS"]
+
+SINKS = "sinks = call.sinks[:, None, None].expand(*call.query.shape[:3], 1)"
+WHOLE = "whole = total + torch.exp(sink - _finite_shift(maximum))"
+
+FAULTS = (
+    Fault(
+        801,
+        "sinks are left out",
+        case="sinks/forward",
+        says="out is ",
+        changes=(Change("kernel.py", WHOLE, "whole = total"),),
+    ),
+    Fault(
+        802,
+        "the sinks of other heads",
+        case="sinks/learned_grouped",
+        says="out is ",
+        changes=(Change("kernel.py", SINKS, SINKS.replace("call.sinks", "call.sinks.flip(0)")),),
+    ),
+    Fault(
+        803,
+        "a sink isn't relative to the row's maximum",
+        case="sinks/forward",
+        says="out is ",
+        changes=(Change("kernel.py", WHOLE, "whole = total + torch.exp(sink)"),),
+    ),
+    Fault(
+        804,
+        "lse has the sinks in it",
+        case="sinks/forward",
+        says="lse is ",
+        changes=(
+            Change(
+                "kernel.py",
+                "lse = _finite_shift(maximum) + total.log()",
+                "lse = _finite_shift(maximum) + whole.log()",
+            ),
+        ),
+    ),
+    Fault(
+        805,
+        "backward takes the sinks out of lse again",
+        case="sinks/learned",
+        says="d[qkv] is ",
+        changes=(
+            Change(
+                "kernel.py",
+                "lse = tile.of_rows(saved.lse, kv_heads).unsqueeze(-1)",
+                "lse = saved.lse\n"
+                "            if call.sinks is not None:\n"
+                "                lse = (lse.exp() - call.sinks[:, None].exp()).log()\n"
+                "            lse = tile.of_rows(lse, kv_heads).unsqueeze(-1)",
+            ),
+        ),
+    ),
+)
