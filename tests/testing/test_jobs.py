@@ -25,6 +25,7 @@ from anyflex.testing.cases import every_case
 from anyflex.testing.kit_pool import Pool
 from anyflex.testing.runner import Outcome
 from anyflex.testing.session import open_session
+from tests.soak import SOAK
 from tests.testing import unruly_backends as unruly
 from tests.testing.backends import DenseKernel, wrong
 
@@ -121,7 +122,9 @@ def test_expected_failures_and_what_is_required_hold_there_too(tmp_path: Path) -
     }
 
 
-@pytest.mark.parametrize("backend", [unruly.Hanging, unruly.HangingWithTheLock])
+@pytest.mark.parametrize(
+    "backend", [unruly.HangingWithTheLock, *([unruly.Hanging] if SOAK else [])]
+)
 def test_a_case_that_hangs_ends_its_process_and_the_others_go_on(
     backend: type[Backend], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +153,9 @@ def test_a_process_that_keeps_itself_from_ending_is_killed(
 
 @pytest.mark.parametrize(
     ("backend", "how"),
-    [(unruly.Crashing, "was killed by SIGSEGV"), (unruly.Exiting, "ended with exit status 3")],
+    [(unruly.Crashing, "was killed by SIGSEGV"), (unruly.Exiting, "ended with exit status 3")][
+        : 2 if SOAK else 1
+    ],
 )
 def test_a_process_that_dies_fails_its_case_and_the_others_go_on(
     backend: type[Backend], how: str
