@@ -170,6 +170,7 @@ bench:
 	@$(RUN) bench/import_time.py
 	@$(RUN) bench/registry_scan.py
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
+	@$(RUN) bench/serving_host.py --rounds 10 --json bench/results/serving_host.json
 	@$(RUN) bench/warm_call.py
 	@$(RUN) bench/paged_cache.py
 	@$(RUN) bench/block_masks.py

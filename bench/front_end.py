@@ -12,24 +12,15 @@ a new mod.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from host_time import run
 
 import anyflex
-from anyflex.contract.backend import Backend, Kernel
-from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
-from anyflex.contract.capabilities import Capabilities
-from anyflex.contract.decision import Accepted, Decision
-from anyflex.contract.spec import Spec
 
 LIMITS_US = {
     "forward": 20.0,
@@ -40,28 +31,6 @@ LIMITS_US = {
     "trace: documents and window": 1000.0,
     "trace: softcap, learned bias, gelu": 1000.0,
 }
-
-
-class NullKernel(Kernel):
-    def forward(self, call: Call, out: Outputs) -> None:
-        pass
-
-    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
-        pass
-
-
-class NullBackend(Backend):
-    priority = 1000
-    capabilities = Capabilities(dtypes=frozenset({torch.float32}))
-
-    def probe(self) -> Decision:
-        return Accepted()
-
-    def supports(self, spec: Spec) -> Decision:
-        return Accepted()
-
-    def compile(self, spec: Spec, artifacts: object) -> Kernel:
-        return NullKernel()
 
 
 def median_us(function: Callable[[], object], calls: int) -> float:
@@ -174,57 +143,5 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
     }
 
 
-def machine() -> str:
-    """The processor's name, and its number of cores."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            models = [line for line in file if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip()
-    except (OSError, IndexError):  # not on Linux: use the architecture
-        name = platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    from anyflex.registry.backend_table import register
-
-    register("cpu.null", NullBackend)
-    torch.set_num_threads(1)
-    rounds = [measure(arguments.calls) for _ in range(arguments.rounds)]
-    figures = {name: min(figures[name] for figures in rounds) for name in rounds[0]}
-    for name, figure in figures.items():
-        limit = LIMITS_US.get(name)
-        print(f"{name:36s} {figure:7.1f} us" + (f"   limit {limit:.0f}" if limit else ""))
-    if arguments.json:
-        facts = {
-            "command": f"python {' '.join(sys.argv)}",
-            "machine": machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "anyflex": anyflex.__version__,
-            "commit": commit(),
-            "calls": arguments.calls,
-            "rounds": arguments.rounds,
-            "median_us": figures,
-            "limits_us": LIMITS_US,
-        }
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=2)
-            file.write("\n")
-    return int(any(figures[name] > limit for name, limit in LIMITS_US.items()))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, measure, LIMITS_US, calls=10_000, rounds=3))
