@@ -190,7 +190,7 @@ def test_a_sequence_s_bits_depend_on_it_alone(level: str, threads: None) -> None
 
 def test_numbers_that_lead_outside_are_bounded() -> None:
     """A batch's tensors may be overwritten after they were checked: nothing is read or written
-    outside of tensors, and rows of no sequence are 0."""
+    outside of tensors, and padding rows are 0."""
     pools = torch.randn(2, 5, 2, 8, 16)
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
     numbers = [int32([0, 2, 5]), int32([16, 9]), int32([0, 1]), int32([14, 6])]

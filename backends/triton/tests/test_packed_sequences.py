@@ -31,7 +31,7 @@ SLOTS = [2, 6, 0, 5, 1, 3]
 FEW = [5, 0, 1, 9, 3, 2]
 """Query rows of sequences that are decoded."""
 SPARE = 4
-"""Rows that belong to nobody."""
+"""Number of padding rows."""
 SLOPES = torch.randn(7, 4, generator=torch.Generator().manual_seed(9))
 LIMITS = torch.tensor([3, 0, 9, 1, 30, 200, 7])
 BY_KEY = torch.randn(300, generator=torch.Generator().manual_seed(8))
@@ -180,7 +180,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: anyflex.Packed, mods: tuple[A
 
 def packed_keys(mods: tuple[Any, Any], q_lengths: list[int] = Q_LENGTHS) -> None:
     q, k, v = given((16, 32), q_lengths)
-    # Rows past the last sequence's keys belong to nobody.
+    # Rows past the last sequence's keys are padding.
     k, v = (torch.cat([t, torch.full_like(t[:3], torch.nan)]) for t in (k, v))
     batch = anyflex.Packed(offsets(q_lengths), kv_offsets=offsets(KV_LENGTHS), slots=int32(SLOTS))
     compare(attend(q, k, v, batch, mods), wanted(q, k, v, mods, q_lengths), 2e-5)
@@ -271,7 +271,7 @@ def test_pages(name: str, page: int, gpu: list[str]) -> None:
 def test_numbers_stored_in_8_bits(
     stored: torch.dtype, by: str, page: int, q_lengths: list[int], gpu: list[str]
 ) -> None:
-    """Rows of nobody, and their scales, are NaN or the lowest number."""
+    """Padding rows, and their scales, are NaN or the lowest number."""
     mods = MODS["of slots"]
     q, k, v = given((16, 32), q_lengths)
     scales = {

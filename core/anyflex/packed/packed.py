@@ -44,7 +44,7 @@ class Packed:
       past a length mean nothing and are never followed.
 
     Mods see ``b = slots[i]``, ``q_idx = q_starts[i] + row`` within the sequence, and ``kv_idx``
-    from 0 to ``kv_lengths[i] - 1``. Rows from ``q_offsets[N]`` on belong to nobody: their out is 0
+    from 0 to ``kv_lengths[i] - 1``. Rows from ``q_offsets[N]`` on are padding rows: their out is 0
     and their lse -inf.
 
     Tensors are used where they are and not copied: on an accelerator nothing reads them on the

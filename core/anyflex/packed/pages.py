@@ -48,7 +48,7 @@ class PageRows:
         self._inside = inside
 
     def collect(self, pool: Tensor) -> Tensor:
-        """Return [S, Hkv, ...] of a pool [P, Hkv, page, ...]; rows of nobody are 0."""
+        """Return [S, Hkv, ...] of a pool [P, Hkv, page, ...]; padding rows are 0."""
         rows = pool[self._page, :, self._at]
         inside = self._inside.view(-1, *[1] * (rows.dim() - 1))
         return torch.where(inside, rows, rows.new_zeros(()))

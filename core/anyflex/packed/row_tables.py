@@ -23,7 +23,7 @@ class RowTables(NamedTuple):
     Args:
         slot: what the mods see as b.
         shift: is added to the row for its position in the sequence.
-        begin, end: the rows of packed keys that it may read; none for a row of nobody.
+        begin, end: the rows of packed keys that it may read; none for a padding row.
     """
 
     slot: Tensor
@@ -51,7 +51,7 @@ def row_tables(packed: Packed, rows: int, kv_begins: Tensor, keys: int) -> RowTa
     _, owner = row_owners(packed, rows)
 
     def of_rows(numbers: Tensor) -> Tensor:
-        # One more sequence, which owns the rows that belong to nobody and has no keys.
+        # One more sequence, which owns the padding rows and has no keys.
         return torch.cat([numbers, numbers.new_zeros(1)])[owner]
 
     begin = of_rows(kv_begins)

@@ -25,7 +25,7 @@ tensor; one of three layers that lie page by page in one tensor; value is the fi
 pages that lie farther apart than an int32 counts elements."""
 
 _GAP = 3
-"""Rows of nobody behind the packed keys of each sequence."""
+"""Padding rows behind the packed keys of each sequence."""
 _GARBAGE = (2**31 - 1, -1, -(2**31))
 """Page ids behind the last page of a sequence."""
 
@@ -43,7 +43,7 @@ class RaggedCase:
         pool: memory of the pages.
         prefix: number of first keys that all sequences share, whole pages.
         twice: the second page of each sequence is its first one again.
-        spare: query rows of nobody behind the last sequence.
+        spare: padding query rows behind the last sequence.
         sinks: a number for each query head.
         stored: the type that keys and values are stored in, with scales.
         scales: what a scale belongs to.

@@ -202,5 +202,5 @@ def _of_nobody(ragged: Ragged, found: Mapping[str, Tensor]) -> list[str]:
             owned[part.keys if name in ("dk", "dv") else part.rows] = True
         rest = found[name].detach().cpu()[~owned]
         if not bool((rest == wanted[name]).all()):
-            lines.append(f"{name} of rows of nobody isn't {wanted[name]}")
+            lines.append(f"{name} of padding rows isn't {wanted[name]}")
     return lines

@@ -119,8 +119,8 @@ FAULTS = (
     ),
     _fault(
         713,
-        "rows of nobody attend to the last sequence",
-        "rows_of_nobody",
+        "padding rows attend to the last sequence",
+        "padding_rows",
         "",
         (_TABLES, "numbers.new_zeros(1)", "numbers[-1:]"),
     ),
@@ -232,8 +232,8 @@ OWN = (
     ),
     _fault(
         726,
-        "rows of nobody are not written",
-        "rows_of_nobody",
+        "padding rows are not written",
+        "padding_rows",
         "were not written",
         (MODEL, "        out.out.zero_()\n", "        out.out[:, :, :-5] = 0\n"),
     ),

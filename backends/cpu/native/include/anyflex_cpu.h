@@ -188,7 +188,7 @@ typedef struct {
 typedef struct {
     af_forward_args args;  // q_length and kv_length: of all sequences together
     int64_t sequences;
-    const int32_t* q_offsets;   // [sequences + 1]: its query rows; rows of nobody get out 0
+    const int32_t* q_offsets;   // [sequences + 1]: its query rows; padding rows get out 0
     const int32_t* q_starts;    // position of a sequence's first query row
     const int32_t* kv_lengths;
     const int32_t* slots;       // what mods see as b

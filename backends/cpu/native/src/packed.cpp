@@ -90,7 +90,7 @@ void clear_rows(const af_packed_args& a, int64_t begin, int64_t end) {
         }
 }
 
-// Rows of no sequence: those from the last offset on, and, where offsets were overwritten, others.
+// Padding rows: those from the last offset on, and, where offsets were overwritten, others.
 void clear_rest(const af_packed_args& a) {
     int64_t done = 0;
     for (int64_t i = 0; i < a.sequences; ++i) {

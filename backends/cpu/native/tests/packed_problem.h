@@ -209,7 +209,7 @@ class packed_problem {
         const int64_t begin = q_offsets_.back();
         const std::vector<char> rest(packed.out.begin() + begin * row_bytes,
                                      packed.out.begin() + p.q_length * row_bytes);
-        same("rows of nobody", rest, std::vector<char>(rest.size(), 0));
+        same("padding rows", rest, std::vector<char>(rest.size(), 0));
     }
 
     void same(const char* what, const std::vector<char>& found, const std::vector<char>& wanted) {

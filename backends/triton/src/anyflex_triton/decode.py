@@ -293,7 +293,7 @@ def combine_kernel(
         await_earlier()
     at = tl.program_id(0).to(tl.int64)
     if sequences is not None:
-        # Rows that belong to nobody have no splits.
+        # Padding rows have no splits.
         owned = at % q_length < tl.load(sequences[1] + sequences[8])
         splits = tl.where(owned, splits, 0)
     partial_sums = partial_out + sums_at

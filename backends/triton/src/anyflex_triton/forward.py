@@ -23,7 +23,7 @@ from anyflex_triton.column_parts import (
 from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts
 from anyflex_triton.records import record
-from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile, store_nobody
+from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile, store_padding
 from anyflex_triton.tiles import (
     FAR,
     FEW,
@@ -355,7 +355,7 @@ def forward_kernel(
         kv_length = own.kv_length
         if own.nobodys:
             if tile % sequences[9] == 0:
-                store_nobody(
+                store_padding(
                     out, lse, max_scores, o_strides, h, q_length, own, VALUE_DIM, DV, UNITS[3],
                     WIDE, WANT_LSE, WANT_MAX, Q_BLOCK,
                 )

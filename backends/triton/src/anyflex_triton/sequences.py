@@ -16,7 +16,7 @@ __all__ = [
     "keys_of_sequence",
     "pages_of_sequence",
     "sequence_of_tile",
-    "store_nobody",
+    "store_padding",
 ]
 
 # Argument lists would be a line an argument.
@@ -30,7 +30,7 @@ class SequenceTile:
     Attributes:
         row: row of blocks. owner: number of the sequence.
         first_row, end_row: of query. last_row: of the sequence.
-        nobodys: the rows belong to no sequence.
+        nobodys: they are padding rows.
         b, shift: what mods see as b; what is added to rows for q_idx.
         kv_begin, kv_length: first row in packed keys; number of keys, none outside of the tensors.
     """
@@ -121,12 +121,12 @@ def keys_of_sequence(rows, sequences, found, scales, kv_head, PAGE: tl.constexpr
 
 
 @triton.jit
-def store_nobody(
+def store_padding(
     out, lse, max_scores, o_strides, h, q_length, found, VALUE_DIM: tl.constexpr,
     DV: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WANT_LSE: tl.constexpr,
     WANT_MAX: tl.constexpr, Q_BLOCK: tl.constexpr,
 ):
-    """Store the results of a block of rows that belong to nobody."""
+    """Store the results of a block of padding rows."""
     rows = tl.arange(0, Q_BLOCK)
     there = found.end_row - found.first_row
     base = tensor_at(out, o_strides, 0 * h, h, UNIT)

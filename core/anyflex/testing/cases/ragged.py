@@ -64,12 +64,12 @@ _DECODING = ((1, 130), (1, 7), (5, 50))
 _compare(
     _MODS,
     one=_row("one sequence", lengths=((70, 70),)),
-    none=_row("no sequence: all rows are nobody's", lengths=(), spare=5),
+    none=_row("no sequence: all are padding rows", lengths=(), spare=5),
     no_rows=_row("sequences without query rows", lengths=((0, 5), (0, 0))),
     no_rows_between=_row("a sequence without query rows between others", lengths=_FEW),
     no_keys=_row("rows without keys have out 0 and lse -inf", lengths=((3, 0), (4, 9), (2, 0))),
     no_key_at_all=_row("a call without any key", lengths=((3, 0), (2, 0))),
-    rows_of_nobody=_row(
+    padding_rows=_row(
         "rows behind the last sequence have out 0 and lse -inf", lengths=_FEW, spare=5
     ),
     slots_out_of_order=_row("mods see slots, in any order", lengths=_FEW, slots=(5, 0, 9, 2)),
@@ -207,7 +207,7 @@ _compare(
         "gradients are those of each sequence alone", lengths=((40, 40), (7, 7), (1, 1))
     ),
     training_empty=_row("empty documents", lengths=((3, 3), (0, 0), (9, 9), (0, 0)), spare=3),
-    training_keys=_row("keys of their own, some of nobody", lengths=((5, 20), (0, 7), (4, 0))),
+    training_keys=_row("keys of their own, some padding", lengths=((5, 20), (0, 7), (4, 0))),
     training_bias=_row(
         "a learned bias for each slot, row and key",
         lengths=((40, 40), (20, 30)),
