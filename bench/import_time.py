@@ -110,8 +110,8 @@ def import_in_a_fresh_process() -> ImportFacts:
 def main() -> int:
     parser = argparse.ArgumentParser(description="time `import anyflex` over `import torch`")
     parser.add_argument("--limit", type=float, default=25.0, help="milliseconds, median")
-    parser.add_argument("--percent", type=float, default=3.4, help="of `import torch`, median")
-    parser.add_argument("--modules", type=int, default=64, help="most modules of anyflex's own")
+    parser.add_argument("--percent", type=float, default=3.0, help="of `import torch`, median")
+    parser.add_argument("--modules", type=int, default=60, help="most modules of anyflex's own")
     parser.add_argument("--processes", type=int, default=9)
     arguments = parser.parse_args()
 

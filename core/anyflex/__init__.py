@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# Imported for its registration: a saved program calls operations that nobody may have used yet.
-from anyflex.block_mask import mask_ops as _mask_ops  # noqa: F401
 from anyflex.errors import (
     AllocationError,
     AnyflexError,
@@ -28,13 +26,13 @@ from anyflex.errors import (
 )
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
-
-# Imported for its registration, as `mask_ops`.
-from anyflex.paging import append_op as _append_op  # noqa: F401
 from anyflex.process.version import VERSION
 
 # Imported for its registration: torch loses a cache bundle that holds an unknown type.
 from anyflex.runtime import torch_bundle as _torch_bundle  # noqa: F401
+
+# Imported for its registration: a saved program calls operations that nobody may have used yet.
+from anyflex.tensors import static_ops as _static_ops  # noqa: F401
 
 if TYPE_CHECKING:
     from anyflex import masks, mods
