@@ -274,7 +274,7 @@ def test_one_graph_serves_all_lengths() -> None:
 def test_layers_that_share_a_mask_look_for_its_blocks_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anyflex.packed import attention, own_layout
+    from anyflex.packed import core_layout, own_layout
 
     built = []
 
@@ -282,7 +282,7 @@ def test_layers_that_share_a_mask_look_for_its_blocks_once(
         return lambda *given, **named: built.append(1) or original(*given, **named)
 
     # float64 has no kernel that takes packed sequences as they are.
-    monkeypatch.setattr(attention, "create_block_mask", counted(attention.create_block_mask))
+    monkeypatch.setattr(core_layout, "create_block_mask", counted(core_layout.create_block_mask))
     monkeypatch.setattr(own_layout, "block_kinds", counted(own_layout.block_kinds))
     q = torch.randn(9, 4, 8, dtype=dtype)
     step = anyflex.Packed(int32(0, 4, 9)).begin()

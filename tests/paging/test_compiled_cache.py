@@ -19,7 +19,7 @@ from tests.soak import only_in_soak
 __all__: list[str] = []
 
 LAYERS = 2
-SLOW = only_in_soak("ten seconds each, most of them for attention, whose programs have own tests")
+SLOW = only_in_soak("ten seconds each; plain storage does less than int8")
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,8 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     [
         ("int8", False, 2),  # the second is that of any number of rows
         pytest.param("plain", False, 2, marks=SLOW),
-        pytest.param("int8", True, 4, marks=SLOW),  # these for each class of steps
-        pytest.param("plain", True, 4, marks=SLOW),
+        ("int8", True, 3),  # one more for steps of one token each
+        pytest.param("plain", True, 3, marks=SLOW),
     ],
 )
 @torch.no_grad()
@@ -79,7 +79,7 @@ def test_a_compiled_pass_does_what_an_eager_one_does_whatever_its_lengths(
             step = cache.step(list(zip(own, counts, strict=True)))
             outs.append(call(cache, step, rows))
         for eager, in_graph in zip(*outs, strict=True):
-            torch.testing.assert_close(in_graph, eager, rtol=1e-5, atol=1e-5)
+            assert torch.equal(in_graph, eager)  # one kernel, of pages as they are
         for eager, in_graph in zip(*map(owned, caches), strict=True):
             assert torch.equal(in_graph, eager)
     assert counter.frame_count <= graphs

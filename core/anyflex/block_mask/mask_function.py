@@ -45,16 +45,16 @@ class RebuiltMaskMod:
             captured=self.traced.captured,
             ints=self.traced.ints,
             floats=self.traced.floats,
-            read=_read,
+            read=read_within,
         )[0]
 
     def __repr__(self) -> str:
         return f"RebuiltMaskMod({self.traced.text!r})"
 
 
-def _read(table: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    # Plain indexing, which vmap and the tracer follow; the bounds keep reads of dead elements from
-    # raising.
+def read_within(table: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """Read a captured tensor. The bounds keep reads of dead elements from raising."""
+    # Plain indexing, which vmap and the tracer follow.
     bounded = (i.clamp(-size, size - 1) for i, size in zip(indices, table.shape, strict=True))
     return table[tuple(bounded)]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyflex.frontend.attention_sinks import with_sinks
 from anyflex.frontend.checked_call import CheckedCall
-from anyflex.runtime.plain_backend import takes_sinks
+from anyflex.runtime.plain_backend import takes
 
 __all__ = ["attend_with_sinks", "in_kernels"]
 
@@ -28,7 +28,7 @@ def in_kernels(call: CheckedCall) -> bool:
         for tensor in (query, call.key, call.value, call.sinks):
             if tensor is not None and tensor.requires_grad:
                 return False
-    return takes_sinks(query.device, query.dtype, call.backend)
+    return takes("sinks", query.device, query.dtype, call.backend)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]

@@ -135,6 +135,7 @@ def inputs_of(
     mask_function: Callable[..., Tensor] | None = None,
     seed: float = 0.0,
     packed: PackedRows | None = None,
+    score: TracedMod | None = None,
 ) -> Inputs:
     """Trace the score mod and put the call together.
 
@@ -144,20 +145,21 @@ def inputs_of(
         mask_function: one that could not be traced.
         seed: as for `gather`.
         packed: the sequences of a packed call.
+        score: the score mod, if it was traced already.
     """
     query, key, value, score_mod, _, scale, aux, options, backend, dropout_p, sinks = checked
     if query.is_neg() or key.is_neg() or value.is_neg():
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
-    score = NO_MOD
     score_function = None
     device = query.device
-    if score_mod is not None:
+    if score is None and score_mod is not None:
         try:
             score = traced_score(score_mod, query)
         except ModTraceError as error:
             if not error.pure:
                 raise
             score, score_function = _opaque(score_mod, error, backend, query), score_mod
+    score = score or NO_MOD
     captured = (*score.captured, *mask.captured)
     read = captured
     for tensor in read:

@@ -8,28 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.create import create_block_mask
-from anyflex.errors import ModTraceError
 from anyflex.frontend.arguments import check_scale
-from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.attention_sinks import checked_sinks, with_sinks
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.packed.arguments import check_packed
+from anyflex.packed.core_layout import as_batch, in_core_layout
 from anyflex.packed.own_layout import in_own_layout
 from anyflex.packed.packed import Step
-from anyflex.packed.pages import PageRows
-from anyflex.packed.row_tables import (
-    RowTables,
-    relabelled_mask,
-    relabelled_score,
-    row_tables,
-)
+from anyflex.packed.recorded_call import recorded
 from anyflex.registry.freeze_options import freeze_options
-from anyflex.runtime.plain_backend import takes_sinks
+from anyflex.runtime.plain_backend import takes
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
-from anyflex.tracing.trace_cache import traced
 
 __all__ = ["flex_attention_packed"]
 
@@ -79,7 +70,7 @@ def flex_attention_packed(
 
     Returns:
         out, [T, Hq, Ev] in query's dtype; with `return_aux` (out, AuxOutput). A row without a live
-        key, and one of no sequence, has out 0 and lse -inf. Packed keys and values are
+        key, and a padding row, has out 0 and lse -inf. Packed keys and values are
         differentiable; with pages what requires grad is refused.
 
     Raises:
@@ -95,22 +86,18 @@ def flex_attention_packed(
     aux = check_packed(
         query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux
     )
-    packed = step.packed
-    paged = packed.page_table is not None
+    paged = step.packed.page_table is not None
     # Where one of them is stored in 8 bits and one is not, core multiplies.
-    if (
-        key.dtype is value.dtype
-        and (key.dtype is query.dtype or k_scale is not None)
-        and not in_graph()
-    ):
+    if key.dtype is value.dtype and (key.dtype is query.dtype or k_scale is not None):
+        compiled = in_graph()
         # Kernels of this layout have no backward.
         learns = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-        inside = sinks is not None and not learns
-        inside = inside and takes_sinks(query.device, query.dtype, backend)
+        inside = sinks is not None and not (learns or compiled)
+        inside = inside and takes("sinks", query.device, query.dtype, backend)
         asked = CheckedCall(
-            _as_batch(query),
-            key if paged else _as_batch(key),
-            value if paged else _as_batch(value),
+            as_batch(query),
+            key if paged else as_batch(key),
+            value if paged else as_batch(value),
             score_mod,
             None,
             query.shape[-1] ** -0.5 if scale is None else check_scale(scale, query.dtype),
@@ -120,45 +107,31 @@ def flex_attention_packed(
             0.0,
             checked_sinks(sinks, query, query.shape[1]) if inside else None,
         )
-        own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
+        if not compiled:
+            own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
+        else:
+            own = recorded(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
         if own is not None:
             found = own.out
             if sinks is not None and not inside and own.lse is not None:
                 found = with_sinks(found, own.lse, sinks)
             return _results(found, own.lse, own.max_scores, out, return_aux, aux)
-    if not paged:
-        begins, keys = packed.kv_offsets[:-1], key.shape[0]
-    else:
-        form = key.shape[0], key.shape[2]
-        rows = step.keep(("pages", *form), lambda: PageRows(packed, *form))
-        begins, keys = rows.begins, rows.keys
-        key, value = rows.collect(key), rows.collect(value)
-        k_scale, v_scale = (
-            rows.collect(given) if given is not None and given.dim() == 3 else given
-            for given in (k_scale, v_scale)
-        )
-    key, value = _scaled(key, k_scale, query.dtype), _scaled(value, v_scale, query.dtype)
-    length = query.shape[0]
-    tables = step.keep(("tables", length, keys), lambda: row_tables(packed, length, begins, keys))
-    found, more = flex_attention(
-        _as_batch(query),
-        _as_batch(key),
-        _as_batch(value),
-        None if score_mod is None else relabelled_score(score_mod, tables),
-        _block_mask(step, mask_mod, tables, (query.shape[1], length, keys)),
-        scale,
-        enable_gqa,
-        kernel_options=kernel_options,
-        return_aux=aux,
+    found, more = in_core_layout(
+        query,
+        key,
+        value,
+        step,
+        score_mod,
+        mask_mod,
+        (k_scale, v_scale),
+        aux=aux,
+        scale=scale,
+        enable_gqa=enable_gqa,
         sinks=sinks,
+        kernel_options=kernel_options,
         backend=backend,
     )
     return _results(found, more.lse, more.max_scores, out, return_aux, aux)
-
-
-def _as_batch(rows: Tensor) -> Tensor:
-    """Return rows [T, H, D] as a batch of one, [1, H, T, D]."""
-    return rows.unsqueeze(0).transpose(1, 2)
 
 
 def _results(
@@ -179,51 +152,3 @@ def _results(
         lse[0].T if aux.lse and lse is not None else None,
         max_scores[0].T if aux.max_scores and max_scores is not None else None,
     )
-
-
-def _scaled(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return stored numbers times their scale: one rounding, from float32 to `dtype`."""
-    if scale is None:
-        return stored
-    if scale.dim() == 1:
-        scale = scale[:, None]
-    elif scale.dim() == 2:
-        scale = scale[..., None]
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    return (stored.to(wide) * scale.to(wide)).to(dtype)
-
-
-def _block_mask(
-    step: Step, mask_mod: MaskMod | None, tables: RowTables, sizes: tuple[int, int, int]
-) -> Any:
-    """Return the block mask of the dense call, built once a step for each mask.
-
-    Args:
-        sizes: Hq, T and S.
-    """
-    heads, rows, keys = sizes
-    # A block of more rows than a sequence has would mix sequences, and be asked everywhere.
-    q_block = 16
-    while q_block < min(step.packed.max_q, 128):
-        q_block *= 2
-    key: tuple[Any, ...] = ("mask", *sizes)
-    known: Any = mask_mod
-    if mask_mod is not None and not in_graph():
-        # Layers whose mask mods say the same share one mask, whatever function objects they are.
-        try:
-            known = traced(mask_mod, "mask", torch.float32, step.packed.device)
-            key += known.text, *map(id, known.captured), *known.ints, *known.floats
-        except ModTraceError as error:
-            if not error.pure:
-                raise
-            key += (id(mask_mod),)
-
-    def build() -> tuple[Any, Any]:
-        relabelled = relabelled_mask(mask_mod, tables)
-        device = step.packed.device
-        # The mod goes along: ids in the key are its own as long as it lives.
-        return create_block_mask(
-            relabelled, None, heads, rows, keys, device, (q_block, 128)
-        ), known
-
-    return step.keep(key, build)[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anyflex.block_mask.mask_function import RebuiltMaskMod
 from anyflex.contract.call import Call, Outputs
 from anyflex.contract.packed_rows import PackedRows
 from anyflex.errors import BackendRefused, ModIndexError, ModTraceError
@@ -23,6 +24,7 @@ from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
+from anyflex.packed.rebuilt_score_mod import RebuiltScoreMod
 from anyflex.packed.row_blocks import BLOCK, row_blocks
 from anyflex.registry.cached_state import STATE
 from anyflex.registry.environment import check_indices
@@ -37,7 +39,7 @@ from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 from anyflex.tracing.trace_cache import traced
 
-__all__ = ["in_own_layout"]
+__all__ = ["check_as_dense", "in_own_layout"]
 
 
 class _Prepared(NamedTuple):
@@ -81,9 +83,13 @@ def in_own_layout(
         return None
     score = mask = NO_MOD
     try:
-        if score_mod is not None:
+        if isinstance(score_mod, RebuiltScoreMod):
+            score = score_mod.traced
+        elif score_mod is not None:
             score = traced_score(score_mod, query)
-        if mask_mod is not None:
+        if isinstance(mask_mod, RebuiltMaskMod):
+            mask = mask_mod.traced
+        elif mask_mod is not None:
             mask = traced(mask_mod, "mask", torch.float32, device)
     except ModTraceError as error:
         if not error.pure:
@@ -125,7 +131,7 @@ def in_own_layout(
     )
     if sinks is not None:
         check_readable("sinks", sinks)
-    prepared = step.once(kind, _prepare, checked, step, mask, enable_gqa)
+    prepared = step.once(kind, _prepare, checked, step, score, mask, enable_gqa)
     if prepared is None:
         return None
     call = Call(
@@ -156,32 +162,27 @@ def _forms(captured: tuple[Tensor, ...]) -> tuple[object, ...]:
 
 
 def _prepare(
-    checked: CheckedCall, step: Step, mask: TracedMod, enable_gqa: bool
+    checked: CheckedCall, step: Step, score: TracedMod, mask: TracedMod, enable_gqa: bool
 ) -> _Prepared | None:
     """Check a call, and return what those of its kind share; None where nobody takes them."""
     query, key, value = checked.query, checked.key, checked.value
     packed = step.packed
     if 0 in (packed.sequences, *key.shape):
         return None
-    # Stored keys and values stand for ones of the query's type.
-    one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
-    check_tensors(query, one_key, one_value, enable_gqa)
-    looks = packed.known is None and (packed.device.type == "cpu" or check_indices())
-    if packed.page_table is not None and looks:
-        step.once(("checked", *key.shape[:3:2]), check_pages, packed, *key.shape[:3:2])
+    check_as_dense(query, key, value, enable_gqa)
     length = query.shape[2]
     rows = step.once(("rows", length), _rows, packed, length)
     views = None
     if mask.text:
         # A plan depends on the size of blocks alone.
         views = MaskViews(rows.slots.view(1, 1, -1), rows.slots, 0, 0, (BLOCK, BLOCK))
-    inputs = inputs_of(checked, mask, views, packed=rows)
-    if inputs.call.score_function is not None:
-        return None
     try:
-        plan = plan_for(inputs)
+        plan = plan_for(inputs_of(checked, mask, views, packed=rows, score=score))
     except BackendRefused:
         return None
+    looks = packed.known is None and (packed.device.type == "cpu" or check_indices())
+    if packed.page_table is not None and looks:
+        step.once(("checked", *key.shape[:3:2]), check_pages, packed, *key.shape[:3:2])
     if views is not None:
         heads = query.shape[1] if _reads_heads(mask.text) else 1
         numbers = mask.text, *mask.ints, *mask.floats, *map(id, mask.captured)
@@ -189,6 +190,14 @@ def _prepare(
             ("blocks", length, heads, numbers), lambda: (_views(rows, mask, heads), mask)
         )
     return _Prepared(plan, rows, views, mask)
+
+
+def check_as_dense(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Check a packed call's tensors, or its pages, as a dense call of one batch. Dynamo inlines
+    this."""
+    # Stored keys and values stand for ones of the query's type.
+    one_key, one_value = (_of_type(each[:1], query.dtype) for each in (key, value))
+    check_tensors(query, one_key, one_value, enable_gqa)
 
 
 def _of_type(stored: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from anyflex.contract.decision import Accepted
     from anyflex.registry.registered_backend import Entry
 
-__all__ = ["plain_backend", "takes_sinks"]
+__all__ = ["plain_backend", "takes"]
 
 
 def plain_backend(
@@ -61,26 +61,26 @@ def plain_backend(
     return None
 
 
-_takes_sinks: dict[tuple[object, ...], bool] = {}
+_takes: dict[tuple[object, ...], bool] = {}
 
 
-# Compiled programs keep the result. A stale one changes who applies the sinks, not the results.
+# Compiled programs keep the result. A stale one changes who does the work, not the results.
 @dynamo_constant
-def takes_sinks(device: torch.device, dtype: torch.dtype, backend: str | None) -> bool:
-    """Whether a call's kernel is one that has sinks, to judge by who takes a plain call.
-
-    Where another backend has to take the call, it must know sinks too, as the reference does.
+def takes(field: str, device: torch.device, dtype: torch.dtype, backend: str | None) -> bool:
+    """Whether a call's backend knows a field of specs, to judge by who takes a plain call.
 
     Args:
+        field: ``"sinks"`` or ``"q_layout"``.
         device, dtype: of query.
         backend: the ``backend=`` argument, or None.
     """
-    key = device, dtype, backend, names_in_force(backend), posed_as(device), STATE.generation
-    known = _takes_sinks.get(key)
+    asked = field, device, dtype, backend
+    key = *asked, names_in_force(backend), posed_as(device), STATE.generation
+    known = _takes.get(key)
     if known is None:
         taker = plain_backend(device, dtype, backend)
-        if len(_takes_sinks) >= 64:
-            _takes_sinks.clear()
-        known = taker is not None and "sinks" in taker[1].capabilities.known_fields
-        _takes_sinks[key] = known
+        if len(_takes) >= 64:
+            _takes.clear()
+        known = taker is not None and field in taker[1].capabilities.known_fields
+        _takes[key] = known
     return known

@@ -71,6 +71,19 @@ OPS = (
         "anyflex.paging.append_op:append",
         "anyflex.paging.append_op:fake_append",
     ),
+    # query is [1, Hq, T, E]; key and value are [1, Hkv, S, E | Ev], or pools of pages. tensors:
+    # q_offsets, q_starts, kv_lengths, slots, page_table or kv_offsets; with scales that of key and
+    # that of value; captured tensors, the score mod's, then the mask mod's; then numbers as 0-d
+    # CPU float64 tensors: the scale, the score mod's floats, the mask mod's. ints: how many
+    # tensors are captured; max_q and max_kv; the two of `Packed.known`, the first above the second
+    # for None; then the score mod's ints and the mask mod's. Returns out [1, Hq, T, Ev], lse and
+    # max_scores [1, Hq, T]; what nobody asked for has no elements.
+    StaticOp(
+        "flex_attention_packed(Tensor query, Tensor key, Tensor value, Tensor[] tensors, "
+        f"SymInt[] ints, str request) {_MASK}",
+        "anyflex.packed.op_implementation:attend",
+        "anyflex.packed.packed_op:fake_attend",
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from tests.testing.faults.packed_path import MODEL
 
 __all__ = ["FAULTS", "OWN"]
 
-_TABLES, _PAGES, _CALL = "row_tables.py", "pages.py", "attention.py"
+_TABLES, _PAGES, _CALL = "row_tables.py", "pages.py", "core_layout.py"
 _OFFSETS = 'object.__setattr__(one, "index_offsets", (slot, 0, start, 0))'
 _VALUES = "self.dense.forward(one, Outputs(out.out[:, :, begin:end], lse, maxima))"
 _FOUND = "ids = table[table_row, position // page].long()"
@@ -149,8 +149,8 @@ FAULTS = (
         "nothing was refused",
         (
             "arguments.py",
-            '        if _learns(tensor):\n            fail(\n                "B',
-            '        if False:\n            fail(\n                "B',
+            '            if _learns(tensor):\n                fail(\n                    "B',
+            '            if False:\n                fail(\n                    "B',
         ),
     ),
 )
@@ -162,7 +162,7 @@ OWN = (
         "core never asks for the layout that is declared",
         "one",
         "declared layout was not taken",
-        ("own_layout.py", "if in_graph() or 0", "if True or 0"),
+        ("own_layout.py", "if 0 in (packed", "if True or 0 in (packed"),
     ),
     _fault(
         718,
