@@ -225,14 +225,26 @@ def test_positions_before_the_first_key_wrap_in_tables(gpu: list[str]) -> None:
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(
-    ("name", "page"),
-    [("of slots", 1), ("plain", 16), ("of slots", 48), ("causal", 64)]
-    + [(name, page) for name in MODS for page in (1, 16, 48, 64, 128)] * SOAK,
+    ("name", "page", "q_lengths"),
+    [
+        ("of slots", 1, Q_LENGTHS),
+        ("plain", 16, Q_LENGTHS),
+        ("of slots", 48, Q_LENGTHS),
+        ("causal", 64, Q_LENGTHS),
+        ("plain", 128, FEW),
+    ]
+    + [
+        (name, page, lengths)
+        for name in MODS
+        for page in (1, 16, 48, 64, 128)
+        for lengths in (FEW, Q_LENGTHS)
+    ]
+    * SOAK,
 )
-def test_pages(name: str, page: int, gpu: list[str]) -> None:
+def test_pages(name: str, page: int, q_lengths: list[int], gpu: list[str]) -> None:
     dims = (16, 16) if page == 64 else (32, 16)
-    q, k, v = given(dims)
-    expected = wanted(q, k, v, MODS[name])
+    q, k, v = given(dims, q_lengths)
+    expected = wanted(q, k, v, MODS[name], q_lengths)
     width = -(-max(KV_LENGTHS) // page) + 1
     table = torch.randperm(7 * width, generator=torch.Generator().manual_seed(0))
     table = table.view(7, width).to(torch.int32)
@@ -244,10 +256,10 @@ def test_pages(name: str, page: int, gpu: list[str]) -> None:
         # Rows before heads, as some caches have them.
         k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
     batch = anyflex.Packed(
-        offsets(Q_LENGTHS), int32(KV_LENGTHS), page_table=table, slots=int32(SLOTS)
+        offsets(q_lengths), int32(KV_LENGTHS), page_table=table, slots=int32(SLOTS)
     )
     compare(attend(q, k, v, batch, MODS[name]), expected, 2e-5)
-    assert gpu == ["prefill"]
+    assert gpu == ["decode" if q_lengths is FEW else "prefill"]
 
 
 @pytest.mark.usefixtures("on_device")

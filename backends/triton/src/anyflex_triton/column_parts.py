@@ -59,7 +59,7 @@ def load_pointed_rows(rows, places, end):
     for column in tl.static_range(0, rows.DIM, rows.D):
         if rows.pages is not None:
             columns = column + tl.arange(0, rows.D)
-            parts = parts + (load_paged_rows(rows, places, end, columns, True),)
+            parts = parts + (load_paged_rows(rows, 0, places, end, columns, True),)
         else:
             parts = parts + (load_rows(
                 rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,

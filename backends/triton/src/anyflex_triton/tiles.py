@@ -205,37 +205,51 @@ def load_part(rows, places, end, columns):
     """Load some columns of the rows `places` of `HeadRows` by pointers; 0 past `end`, and in
     columns from DIM on."""
     if rows.pages is not None:
-        return load_paged_rows(rows, places, end, columns, True)
+        return load_paged_rows(rows, 0, places, end, columns, True)
     offsets = row_offsets(places, columns, rows.strides, rows.UNIT, rows.SCATTERED, rows.WIDE)
     inside = (places < end)[:, None] & (columns < rows.DIM)[None, :]
     return tl.load(rows.base + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
-def pages_at(rows, places, end, BOUND: tl.constexpr):
-    """Return the pages that hold places of `HeadRows`. Entries of the table past `end` aren't
-    followed where BOUND; others are cut to the pool."""
-    at = rows.pages.table + places // rows.pages.SIZE
+def pages_at(rows, numbers, end, BOUND: tl.constexpr):
+    """Return the pages that are in these places of the table of `HeadRows`. Entries of pages past
+    `end` aren't followed where BOUND; others are cut to the pool."""
+    at = rows.pages.table + numbers
     if BOUND:
-        page = tl.load(at, mask=places < end, other=0)
+        page = tl.load(at, mask=numbers * rows.pages.SIZE < end, other=0)
     else:
         page = tl.load(at)
     return tl.minimum(tl.maximum(page, 0), rows.pages.last).to(tl.int64)
 
 
 @triton.jit
-def load_paged_rows(rows, places, end, columns, BOUND: tl.constexpr):
-    """Load some columns of the rows `places`, which lie in pages, of `HeadRows`: 0 past `end`
-    where BOUND, and in columns from DIM on."""
-    within = (places % rows.pages.SIZE).to(tl.int64) * rows.strides[2] * rows.UNIT
-    begins = rows.base + pages_at(rows, places, end, BOUND) * rows.strides[0] * rows.UNIT + within
+def in_pages(first, places, SIZE: tl.constexpr):
+    """Return (numbers of their pages in the table, rows in these) of first + places. Steps begin
+    at multiples of their length."""
+    STEP: tl.constexpr = places.shape[0]
+    # Triton's shapes aren't divisors of a number.
+    if STEP // SIZE * SIZE == STEP:
+        # What places alone decide is the same in each step.
+        return first // SIZE + places // SIZE, places % SIZE
+    else:
+        return (first + places) // SIZE, (first + places) % SIZE
+
+
+@triton.jit
+def load_paged_rows(rows, first, places, end, columns, BOUND: tl.constexpr):
+    """Load some columns of the rows first + places, which lie in pages, of `HeadRows`: 0 past
+    `end` where BOUND, and in columns from DIM on."""
+    numbers, within = in_pages(first, places, rows.pages.SIZE)
+    begins = rows.base + within.to(tl.int64) * rows.strides[2] * rows.UNIT
+    begins += pages_at(rows, numbers, end, BOUND) * rows.strides[0] * rows.UNIT
     if rows.SCATTERED:
         offsets = columns.to(tl.int64) * rows.strides[3]
     else:
         offsets = columns
     inside = (columns < rows.DIM)[None, :]
     if BOUND:
-        inside = inside & (places < end)[:, None]
+        inside = inside & (first + places < end)[:, None]
     return tl.load(begins[:, None] + offsets[None, :], mask=inside, other=0.0)
 
 
@@ -243,17 +257,17 @@ def load_paged_rows(rows, places, end, columns, BOUND: tl.constexpr):
 def load_paged_tile(rows, first, places, end, BOUND: tl.constexpr, FIRST: tl.constexpr):
     """`load_tile` of rows in pages."""
     SIZE: tl.constexpr = rows.pages.SIZE
-    # Steps begin at multiples of their length, and Triton's shapes aren't divisors of a number.
+    # Such a step lies in one page.
     if SIZE // places.shape[0] * places.shape[0] == SIZE:
-        base = rows.base + pages_at(rows, first, end, BOUND) * rows.strides[0] * rows.UNIT
-        within = first % SIZE
+        base = rows.base + pages_at(rows, first // SIZE, end, BOUND) * rows.strides[0] * rows.UNIT
+        base += first % SIZE * rows.strides[2] * rows.UNIT
         return load_rows(
-            base, rows.strides, within + places, end - first + within, rows.DIM, rows.D,
-            rows.UNIT, rows.SCATTERED, rows.WIDE, BOUND, FIRST,
+            base, rows.strides, places, end - first, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
+            rows.WIDE, BOUND, FIRST,
         )
     else:
         columns = FIRST + tl.arange(0, rows.D)
-        return load_paged_rows(rows, first + places, end, columns, BOUND)
+        return load_paged_rows(rows, first, places, end, columns, BOUND)
 
 
 @triton.jit
@@ -261,17 +275,18 @@ def load_scales(rows, first, places, end, BOUND: tl.constexpr):
     """Load the scales of the rows first + places of `HeadRows`, float32: 0 past `end` where
     BOUND."""
     pointer = rows.scales.base
-    within = first + places
-    if rows.pages is not None:
+    if rows.pages is None:
+        pointer += (first + places).to(tl.int64) * rows.scales.row
+    else:
         SIZE: tl.constexpr = rows.pages.SIZE
-        # As in `load_paged_tile`.
         if SIZE // places.shape[0] * places.shape[0] == SIZE:
-            pointer += pages_at(rows, first, end, BOUND) * rows.scales.page
-            within = first % SIZE + places
+            pointer += pages_at(rows, first // SIZE, end, BOUND) * rows.scales.page
+            pointer += first % SIZE * rows.scales.row
+            pointer += places.to(tl.int64) * rows.scales.row
         else:
-            pointer += pages_at(rows, within, end, BOUND) * rows.scales.page
-            within = within % SIZE
-    pointer += within.to(tl.int64) * rows.scales.row
+            numbers, within = in_pages(first, places, SIZE)
+            pointer += within.to(tl.int64) * rows.scales.row
+            pointer += pages_at(rows, numbers, end, BOUND) * rows.scales.page
     if BOUND:
         return tl.load(pointer, mask=first + places < end, other=0.0)
     return tl.load(pointer)
