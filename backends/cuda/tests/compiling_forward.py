@@ -22,6 +22,7 @@ from with_ptxas import compiled, compiling, sass_of, spills_of
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
 from anyflex_cuda.gluon_kernels import GluonPrograms, gluon_source
+from anyflex_cuda.packed_forward_call import tiles_of_packed
 from anyflex_triton.building import Mods, load_module, mask_scores_source, source_for, write_source
 
 CAUSAL = NAMED["causal"][1]
@@ -44,6 +45,13 @@ def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16, block: int
         captured=tuple(replace(facts, needs_grad=False) for facts in captured),
         mask_kind="runs" if mask else "none", block_size=(block, 128) if mask else (0, 0),
     )  # fmt: skip
+
+
+def packed_spec_of(name: str, dim: int, page: int) -> Spec:
+    """Return the spec of packed queries whose keys are in pages, or packed where `page` is 0."""
+    layout: Any = "paged" if page else "packed"
+    spec = replace(spec_of(name, dim), gqa_ratio=4, q_layout="packed", kv_layout=layout)
+    return replace(spec, page_size=page)
 
 
 def functions_of(spec: Spec, source: str, even: bool) -> dict[str, Any]:
@@ -95,6 +103,7 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
     calls = [("full", 128, False, False), ("documents", 128, True, False)]
     small = [("causal", 128, True, True)]
     others = [("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False)]
+    packed = [("causal", 128, 64)]
     if SOAK:
         calls += [
             ("causal", 128, True, True), ("softcap", 128, True, False), ("full", 64, True, False),
@@ -102,6 +111,10 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
             ("causal", 256, True, False),
         ]  # fmt: skip
         small += [("causal", 64, False, False), ("full", 256, True, True)]
+        packed += [
+            ("causal", 128, 0), ("causal", 128, 16), ("full", 128, 256), ("full", 64, 0),
+            ("documents", 128, 64), ("alibi", 64, 48), ("softcap", 128, 128), ("full", 96, 64),
+        ]  # fmt: skip
         others += [
             (
                 "causal of 192 and 128",
@@ -136,6 +149,9 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
         yield f"small {name} {dim}", spec, even, rest, small_tiles_for(spec)
     for name, spec, even, rest in others:
         yield name, spec, even, rest, tiles_for(spec)
+    for mod, dim, page in packed:
+        spec = packed_spec_of(mod, dim, page)
+        yield f"{mod} {dim}, pages of {page}", spec, False, False, tiles_of_packed(spec)
 
 
 def main() -> int:

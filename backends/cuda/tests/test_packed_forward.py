@@ -16,15 +16,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import in_numpy, mod_in_python, run_kernel
+from gluon_in_python import NotInSource, in_numpy, mod_in_python, run_kernel
 from recording import OnHopper, recording
 from scripts_beside import SOAK
 from test_hopper_calls import CALLED, MODS
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import isolated, register
+from anyflex.plugin import PluginError, isolated, register
 from anyflex_cuda import forward_call, hopper_forward, packed_tiles
+from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.packed_decode_call import PackedDecode
 from anyflex_triton import sequences
 from anyflex_triton.building import Program
@@ -172,8 +173,15 @@ def of_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def computed(batch: Batch, seed: int = 0, changed: tuple[str, str] = ("", "")) -> tuple[Any, ...]:
-    """Return (what the kernel gave, what the formula gives)."""
+def computed(
+    batch: Batch, seed: int = 0, changed: tuple[str, str] = ("", ""), short_rows: int = 0
+) -> tuple[Any, ...]:
+    """Return (what the kernel gave, what the formula gives).
+
+    Args:
+        seed, changed: arguments of `run_kernel`.
+        short_rows: the kernel's argument.
+    """
     heads, group = batch.heads
     q = drawn(sum(batch.rows) + batch.spare, heads, batch.dims[0], seed=seed)
     k, v = (drawn(sum(batch.keys), heads // group, d, seed=seed + d) for d in batch.dims)
@@ -203,6 +211,7 @@ def computed(batch: Batch, seed: int = 0, changed: tuple[str, str] = ("", "")) -
                 given[name] = mod_in_python(given[name])
         for name in ("out", "lse", "max_scores"):
             values[name].fill_(torch.nan)
+        values = {**values, "short_rows": short_rows}
         given |= in_numpy({each: values[each] for each in program.types})
         called = (*CALLED, sequences, packed_tiles)
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed, changed, called)
@@ -250,3 +259,67 @@ CASES = {
 @pytest.mark.parametrize("name", list(CASES)[:: 1 if SOAK else 3])
 def test_a_packed_call_gives_what_the_formula_gives(name: str) -> None:
     check(CASES[name])
+
+
+def drawn_batch(chance: random.Random) -> Batch:
+    """Return a random batch."""
+    page = chance.choice([0, 16, 32, 48, 64, 80, 128, 256])
+    edges = [0, 1, 64, 127, 128, 129, *(max(page, 5) + i for i in (-1, 0, 1))]
+    keys = [chance.choice([*edges, chance.randint(1, 400)]) for _ in range(chance.randint(1, 5))]
+    # A query row may have no key before it.
+    rows = [chance.choice([0, 1, chance.randint(1, 150), min(n, 140)]) for n in keys]
+    mods = chance.choice(
+        [(None, None), (None, causal), (slope, window), (None, of_heads), (slope, None)]
+    )
+    return Batch(
+        (*rows, 3), (*keys, 9), page, chance.choice([(64, 64), (128, 128), (96, 64), (40, 96)]),
+        chance.choice([(1, 1), (2, 2), (4, 4), (7, 7), (4, 2)]), mods,
+        chance.choice([0, 1, 140]), chance.random() < 0.5, cores=chance.randint(1, 9),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40 if SOAK else 1))
+def test_random_batches(seed: int) -> None:
+    check(drawn_batch(random.Random(seed)), seed)
+
+
+def test_short_sequences_are_left_to_another_kernel() -> None:
+    batch = Batch((5, 40, 1, 20), (200, 40, 1, 300), 16, spare=5)
+    (found, *_), (expected, *_) = computed(batch, short_rows=20)
+    taken = torch.arange(71)
+    taken = ((taken >= 5) & (taken < 45)) | (taken >= 66)
+    torch.testing.assert_close(found[taken].double(), expected[taken], rtol=4e-3, atol=4e-3)
+    assert found[~taken].isnan().all()
+
+
+FAULTS = [
+    ("page 64", "row = gl.where(there > 0, row, BOX)", "pass"),
+    ("page 64", "return gl.maximum(gl.minimum(end - first, ROWS), 0)", "return ROWS"),
+    ("page 48", "row = key % PAGE + there", "row = there"),
+    ("page 48", "(slot * BESIDE + c) * BOXES + i", "(slot * BESIDE + c) * BOXES"),
+    ("page 16", "key // pages.SIZE, mask", "0 * key, mask"),
+    ("packed, mods", "mod_b += own.b", "pass"),
+    ("packed, mods", "q_shift = shifts[2] + own.shift", "q_shift = shifts[2]"),
+    ("packed, mods", "kv_length = own.kv_length", "kv_length = call.kv_length"),
+    ("packed", "tile // TILES + 1", "1"),
+    ("packed", "before=walk.before + count", "before=walk.before"),
+    ("packed", "first_head += schedule.head_group", "first_head = schedule.heads"),
+    ("odd, pages", "mod_b += own.b\n        q_shift", "q_shift"),
+    ("odd, pages", "page * pointed.page_stride", "0 * page"),
+]
+
+
+@pytest.mark.parametrize(("name", "piece", "instead"), FAULTS[:: 1 if SOAK else 6])
+def test_without_a_piece_of_it_a_packed_call_fails(name: str, piece: str, instead: str) -> None:
+    # Two groups of heads, and more rows of blocks than a program looks at, for those that need it.
+    batch = CASES[name]
+    if "walk" in piece or "head" in piece:
+        batch = Batch((3,) * 40, (3,) * 40, heads=(2, 1), cores=5)
+    for seed in range(3):
+        try:
+            with mock.patch.object(GluonPrograms, "head_group", lambda *_: 1):
+                check(batch, seed, (piece, instead))
+        except (AssertionError, PluginError) as error:
+            assert not isinstance(error.__cause__, NotInSource), piece
+            return
+    pytest.fail("every seed gave the right outputs")

@@ -210,6 +210,33 @@ def page_numbers(pages, first, end, descs, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def load_part_of_pages(
+    desc, buf, slot, full, kv_head, numbers, first, end, first_column: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Load one part's columns for `load_pages`."""
+    BOX: gl.constexpr = desc.block_shape[3]
+    WIDTH: gl.constexpr = desc.block_shape[4]
+    BOXES: gl.constexpr = buf.shape[3] // BOX
+    BESIDE: gl.constexpr = buf.shape[4] // WIDTH
+    SHAPE: gl.constexpr = [buf.shape[0] * BESIDE * BOXES, 1, 1, 1, BOX, WIDTH]
+    DTYPE: gl.constexpr = desc.dtype
+    LAYOUT: gl.constexpr = desc.layout
+    pieces = reinterpret(buf, DTYPE, SHAPE, LAYOUT)
+    for i in gl.static_range(BOXES):
+        key = first + i * BOX
+        there = rows_there(key, end, BOX)
+        row = key % PAGE + there
+        if i > 0:
+            # The address of a box without rows, by its outer dimensions alone, must be in the
+            # tensor too: an H200 faults at others.
+            row = gl.where(there > 0, row, BOX)
+        for c in gl.static_range(BESIDE):
+            at = [numbers[i], kv_head, row, BOX - there, first_column + c * WIDTH]
+            load_box(desc, at, full, pieces.index((slot * BESIDE + c) * BOXES + i))
+
+
+@gluon.jit
 def load_pages(descs, bufs, slot, full, kv_head, numbers, first, end, PAGE: gl.constexpr):
     """Load keys from `first` on, and 0 from `end` on, into a slot of each part's buffers, which
     hold 64 columns of all rows after the other.
@@ -217,29 +244,11 @@ def load_pages(descs, bufs, slot, full, kv_head, numbers, first, end, PAGE: gl.c
     Args:
         numbers: from `page_numbers`.
     """
-    ROWS: gl.constexpr = bufs[0].shape[3]
     for p in gl.static_range(len(bufs)):
-        BOX: gl.constexpr = descs[p].block_shape[3]
-        WIDTH: gl.constexpr = descs[p].block_shape[4]
-        BOXES: gl.constexpr = ROWS // BOX
-        BESIDE: gl.constexpr = bufs[p].shape[4] // WIDTH
-        SHAPE: gl.constexpr = [bufs[p].shape[0] * BESIDE * BOXES, 1, 1, 1, BOX, WIDTH]
-        DTYPE: gl.constexpr = descs[p].dtype
-        LAYOUT: gl.constexpr = descs[p].layout
-        pieces = reinterpret(bufs[p], DTYPE, SHAPE, LAYOUT)
-        for i in gl.static_range(BOXES):
-            key = first + i * BOX
-            there = rows_there(key, end, BOX)
-            row = key % PAGE + there
-            if i > 0:
-                # The address of a box without rows, by its outer dimensions alone, must be in the
-                # tensor too: an H200 faults at others.
-                row = gl.where(there > 0, row, BOX)
-            for c in gl.static_range(BESIDE):
-                at = [
-                    numbers[i], kv_head, row, BOX - there, p * bufs[0].shape[4] + c * WIDTH,
-                ]
-                load_box(descs[p], at, full, pieces.index((slot * BESIDE + c) * BOXES + i))
+        load_part_of_pages(
+            descs[p], bufs[p], slot, full, kv_head, numbers, first, end, p * bufs[0].shape[4],
+            PAGE,
+        )
 
 
 @gluon.jit
