@@ -76,7 +76,7 @@ def test_stale_rows_behind_a_sequence_s_keys_are_computed_once(case: Case) -> No
 
 
 def test_any_number_of_sequences_is_counted() -> None:
-    few_lanes = ("LANES: gl.constexpr = 64 * WARPS", "LANES: gl.constexpr = 4")
+    few_lanes = ("LANES: gl.constexpr = 256", "LANES: gl.constexpr = 4")
     with isolated(), posing("cuda"):
         register("cuda.python", InPython)
         for case in CASES[:3]:

@@ -116,6 +116,7 @@ class Share:
         total: number of all steps. programs, groups: arguments of `decode_steps.share_of`.
         b, start: of a packed call, the sequence of the first step, and the number of steps of one
             head of all earlier ones.
+        nobodys: the first query row that belongs to no sequence.
     """
 
     at: Any
@@ -125,6 +126,7 @@ class Share:
     groups: Any
     b: Any
     start: Any
+    nobodys: Any
 
 
 @record
@@ -255,6 +257,32 @@ def steps_at(plan, s):
 
 
 @gluon.jit
+def steps_of_lanes(plan, s):
+    """Return the numbers of steps of sequences `s`, 0 of those that there aren't."""
+    count = plan.sequences[8]
+    return gl.where(s < count, steps_at(plan, gl.minimum(s, count - 1)), 0)
+
+
+@gluon.jit
+def passed_sequences(plan, s, steps, before, at, ADDS: gl.constexpr):
+    """Return how many of the sequences `s` end before step `at`, the number of steps of one head
+    of these, and that of all of `s`.
+
+    Args:
+        steps: from `steps_of_lanes`. before: number of steps of all earlier sequences.
+        ADDS: if False, the first program writes `edges`.
+    """
+    ends = before + gl.associative_scan(steps, 0, plus)
+    there = s < plan.sequences[8]
+    if not ADDS:
+        gl.store(plan.edges + 1 + s, ends, mask=there & (gl.program_id(0) == 0))
+    passed = (ends * plan.kv_heads <= at) & there
+    return (
+        gl.sum(passed.to(gl.int32), 0), gl.sum(gl.where(passed, steps, 0), 0), gl.sum(steps, 0),
+    )
+
+
+@gluon.jit
 def share_of_program(plan, ADDS: gl.constexpr, WARPS: gl.constexpr):
     """Return this program's `Share`, found by WARPS warps.
 
@@ -268,19 +296,22 @@ def share_of_program(plan, ADDS: gl.constexpr, WARPS: gl.constexpr):
         at, end = share_of(program, gl.num_programs(0), total, plan.groups)
         return Share(
             at=at, end=end, total=total, programs=gl.num_programs(0), groups=plan.groups,
-            b=gl.to_tensor(0), start=gl.to_tensor(0),
+            b=gl.to_tensor(0), start=gl.to_tensor(0), nobodys=None,
         )
     else:
-        LANES: gl.constexpr = 64 * WARPS
-        LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+        # All warps have all sequences, so that sums need no barriers.
+        LANES: gl.constexpr = 256
+        LAYOUT: gl.constexpr = gl.BlockedLayout([LANES // 32], [32], [WARPS], [0])
         lanes = gl.arange(0, LANES, layout=LAYOUT)
         count = plan.sequences[8]
-        total = gl.to_tensor(0)
-        units = gl.to_tensor(0)
-        most = gl.to_tensor(0)
-        for first in range(0, count, LANES):
-            s = first + lanes
-            steps = gl.where(s < count, steps_at(plan, gl.minimum(s, count - 1)), 0)
+        nobodys = gl.load(plan.sequences[1] + count)
+        # Most calls have no more sequences than these.
+        first_steps = steps_of_lanes(plan, lanes)
+        total = gl.sum(first_steps, 0)
+        units = gl.sum((first_steps > 0).to(gl.int32), 0)
+        most = gl.max(first_steps, 0)
+        for first in range(LANES, count, LANES):
+            steps = steps_of_lanes(plan, first + lanes)
             total += gl.sum(steps, 0)
             units += gl.sum((steps > 0).to(gl.int32), 0)
             most = gl.maximum(most, gl.max(steps, 0))
@@ -289,25 +320,20 @@ def share_of_program(plan, ADDS: gl.constexpr, WARPS: gl.constexpr):
             units * plan.kv_heads, most, total, gl.num_programs(0),
         )
         at, end = share_of_live(program, programs, total, groups)
-        b = gl.to_tensor(0)
-        start = gl.to_tensor(0)
-        before = gl.to_tensor(0)
-        for first in range(0, count, LANES):
+        b, start, before = passed_sequences(plan, lanes, first_steps, 0, at, ADDS)
+        for first in range(LANES, count, LANES):
             s = first + lanes
-            steps = gl.where(s < count, steps_at(plan, gl.minimum(s, count - 1)), 0)
-            ends = before + gl.associative_scan(steps, 0, plus)
-            if not ADDS:
-                gl.store(plan.edges + 1 + s, ends, mask=(s < count) & (program == 0))
-            over = (ends * plan.kv_heads <= at) & (s < count)
-            b += gl.sum(over.to(gl.int32), 0)
-            start += gl.sum(gl.where(over, steps, 0), 0)
-            before += gl.sum(steps, 0)
+            more = passed_sequences(plan, s, steps_of_lanes(plan, s), before, at, ADDS)
+            b += more[0]
+            start += more[1]
+            before += more[2]
         if not ADDS and program == 0:
             gl.store(plan.edges, 0)
             gl.store(plan.edges + count + 1, programs)
             gl.store(plan.edges + count + 2, groups)
         return Share(
             at=at, end=end, total=total, programs=programs, groups=groups, b=b, start=start,
+            nobodys=gl.minimum(gl.maximum(nobodys, 0), plan.q_length),
         )
 
 
@@ -407,15 +433,15 @@ def loaded_steps(plan, unit, i, part):
 # The producer
 
 @gluon.jit
-def pages_of_step(keys, first, BOX: gl.constexpr, plan):
-    """Return the pages of a step's boxes of BOX rows; of keys that aren't in pages, the batch
-    entry."""
+def pages_of_step(loads, plan, unit, first):
+    """Return the pages of a step's boxes, or the batch entry of keys that aren't in pages."""
     if plan.PAGE == 0:
-        return (0 * first,)
+        return (0 * unit.b if loads.KV_SHARED else unit.b,)
     else:
+        BOX: gl.constexpr = loads.k_desc.block_shape[2]
         pages = plan.sequences[:0]
         for p in gl.static_range(plan.BLOCK_N // BOX):
-            pages = pages + (page_at(keys, first + p * BOX, plan.PAGE),)
+            pages = pages + (page_at(unit.keys, first + p * BOX, plan.PAGE),)
         return pages
 
 
@@ -461,6 +487,23 @@ def load_step(loads, ring, slot, pages, kv_head, first, plan):
 
 
 @gluon.jit
+def load_ahead(loads, ring, plan, share):
+    """Load the first steps of a program's share. Return how many: of its first unit only, and no
+    more than there are slots."""
+    ahead = gl.to_tensor(0)
+    if plan.sequences is None or share.at < share.end:
+        b, _, kv_head, i, count = unit_after(share.at, share.b, share.start, plan, 4)
+        unit = unit_of(plan, b, kv_head)
+        part = gl.minimum(share.end - share.at, count - i)
+        ahead = gl.minimum(loaded_steps(plan, unit, i, part), ring.STAGES)
+        for step in range(ahead):
+            first = (i + step) * plan.BLOCK_N
+            pages = pages_of_step(loads, plan, unit, first)
+            load_step(loads, ring, step, pages, kv_head, unit.keys.first_row + first, plan)
+    return ahead
+
+
+@gluon.jit
 def produce(loads, ring, plan, share, ahead):
     """Load the steps of this program's share.
 
@@ -478,17 +521,14 @@ def produce(loads, ring, plan, share, ahead):
         unit = unit_of(plan, b, kv_head)
         keys = unit.keys
         begin = i
-        if PLAN == NONE and plan.sequences is None and step == 0:
+        if PLAN == NONE and step == 0:
             begin += ahead
             step += ahead
         for j in range(begin, i + loaded_steps(plan, unit, i, part)):
             slot = step % ring.STAGES
             first, kind = step_of(plan, unit, j)
-            if plan.sequences is None:
-                pages = (0 * b if loads.KV_SHARED else b,)
-            else:
-                # Loads of pages are issued before the wait.
-                pages = pages_of_step(keys, first, loads.k_desc.block_shape[2], plan)
+            # Loads of pages are issued before the wait.
+            pages = pages_of_step(loads, plan, unit, first)
             mbarrier.wait(ring.empty.index(slot), ((step // ring.STAGES) & 1) ^ 1)
             if PLAN != NONE:
                 say(ring.words, slot * WORDS, first)
@@ -668,10 +708,8 @@ def zero_rows(bufs, slot, keys, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def write_nobody(outputs, plan):
-    """Write the rows that belong to no sequence, a part in each program."""
-    first_row = gl.load(plan.sequences[1] + plan.sequences[8])
-    first_row = gl.minimum(gl.maximum(first_row, 0), plan.q_length)
+def write_nobody(outputs, plan, first_row):
+    """Write the rows from `first_row` on, which belong to no sequence, a part in each program."""
     tiles = (plan.q_length - first_row + KEYS - 1) // KEYS
     for u in range(gl.program_id(0), tiles * plan.kv_heads, gl.num_programs(0)):
         begin = first_row + u // plan.kv_heads * KEYS
@@ -714,7 +752,7 @@ def consume(call, share):
     )
     log_unit = unit_of_scores(scale, SCORE_MOD)
     if call.ALONE:
-        write_nobody(outputs, plan)
+        write_nobody(outputs, plan, share.nobodys)
     if call.ADDS and PLAN != NONE and plan.sequences is None:
         # Units without steps are in no program's share. Writing their rows here costs nothing
         # while the first keys are in flight.
@@ -922,14 +960,10 @@ def decode_kernel(
     )
     share = share_of_program(plan, ADDS, 4)
     ahead = gl.to_tensor(0)
-    if PLAN == NONE and sequences is None:
+    if PLAN == NONE:
         # The first loads depend on nothing in shared memory, so they are issued before the warps
         # get their roles.
-        b, kv_head, i, count = unit_at(share.at, plan, 4)
-        ahead = gl.minimum(gl.minimum(share.end - share.at, count - i), STAGES)
-        pages = (0 * b if KV_SHARED else b,)
-        for s in range(ahead):
-            load_step(loads, ring, s, pages, kv_head, (i + s) * BLOCK_N, plan)
+        ahead = load_ahead(loads, ring, plan, share)
     gl.warp_specialize([
         (consume, (call, share)),
         (produce, (loads, ring, plan, share, ahead)),
