@@ -114,8 +114,8 @@ def test_weights_are_dropped_in_training_alone() -> None:
     # apart by what two independent means are.
     means, variances = [], []
     for model in (ours, eager):
-        drawn = torch.stack([trained(model, seed) for seed in range(64)])
+        drawn = torch.stack([trained(model, seed) for seed in range(32)])
         means.append(drawn.mean(0))
-        variances.append(drawn.var(0) / 64)
+        variances.append(drawn.var(0) / 32)
     apart = (means[0] - means[1]) / (variances[0] + variances[1]).sqrt().clamp(min=1e-6)
-    assert apart[:, 1:].square().mean() < 1.5
+    assert apart[:, 1:].square().mean() < 1.3
