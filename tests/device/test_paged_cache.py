@@ -176,3 +176,33 @@ def test_a_replay_decodes_what_the_last_step_asked_for(backend: str, storage: st
             # Both caches store the same numbers; weights and results are rounded to bfloat16.
             assert (found - wanted)[: len(live)].abs().max() <= 0.03
             assert not found[len(live) :].any()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_pass_is_an_eager_one(mode: str) -> None:
+    slopes = SLOPES.cuda()
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    def run(cache: PagedKVCache, step: Any, rows: Tensor) -> Tensor:
+        for layer in range(2):
+            cache.append(step, layer, rows[:, :2] + layer, rows[:, 2:] * 2)
+            rows = rows + cache.attend(step, layer, rows, alibi, causal)
+        return rows
+
+    compiled: Any = torch.compile(run, fullgraph=True, mode=mode)
+    options = {"slots": 4, "width": 16, "device": "cuda", "dtype": torch.bfloat16}
+    caches = [PagedKVCache(2, 64, 16, 2, 64, **options) for _ in range(2)]  # type: ignore[arg-type]
+    slots = [[cache.open(), cache.open()] for cache in caches]
+    with torch.no_grad():
+        for counts in ((30, 7), (1, 1), (1, 1), (1, 0), (1, 1)):
+            rows = torch.randn(sum(counts) + 1, 4, 64, device="cuda", dtype=torch.bfloat16)
+            found, wanted = (
+                call(cache, cache.step(list(zip(own, counts, strict=True))), rows)
+                for call, cache, own in zip((compiled, run), caches, slots, strict=True)
+            )
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
