@@ -23,7 +23,7 @@ CAPABILITIES = {
     "sinks in kernels, forward and backward; their cases": 535,
     "packed sequences and keys in pages in Hopper's own forward": 740,
     "packed sequences and keys in pages in Hopper's own decoding": 1_060,
-    "packed calls in compiled programs: a static op, what is recorded, what runs it": 450,
+    "packed calls in compiled programs: a static op, what is recorded, what runs it": 455,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
     "kinds of blocks by a mask's graph, computed on the device from lengths": 850,
     "keys and values in pages: owners, prefixes, append": 1_250,

@@ -21,6 +21,7 @@ from anyflex.packed.row_tables import (
     row_tables,
 )
 from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.tensors.tensor_facts import q_class
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 from anyflex.tracing.trace_cache import traced
 
@@ -109,9 +110,11 @@ def _block_mask(
         sizes: Hq, T and S.
     """
     heads, rows, keys = sizes
-    # A block of more rows than a sequence has would mix sequences, and be asked everywhere.
+    # A block of more rows than a sequence has would mix sequences, and be asked everywhere. Few
+    # rows have small blocks anyway: kernels are compiled for a class of rows and a block size.
+    most = min(step.packed.max_q, 128) if in_graph() or q_class(rows) == "long" else 16
     q_block = 16
-    while q_block < min(step.packed.max_q, 128):
+    while q_block < most:
         q_block *= 2
     key: tuple[Any, ...] = ("mask", *sizes)
     known: Any = mask_mod
