@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from anyflex_transformers import masks, packed
+from anyflex_transformers import attention, masks, packed
 from anyflex_transformers.carrier import Carrier
 from comparison import assert_equal, inputs_of, packed_positions, padding
 from families import by_name
@@ -125,8 +125,28 @@ def test_a_row_does_not_follow_a_cache_that_counts_on() -> None:
     row = asked(q_length=1, kv_length=9, q_offset=length, allow_is_causal_skip=False)
     mask = asked(q_length=2, kv_length=9, q_offset=length)
     length += 4
-    assert row.sum() == 4
+    assert row.own is None and row.seen == 4 and row.shape == (1, 1, 1, 9)
+    assert row[:, :, 0:1, :].seen == 4
     assert anyflex.create_mask(mask.own.mask_mod, 1, 1, 2, 9).sum() == 4 + 5
+
+
+@pytest.mark.parametrize("device", ["cpu", "another"])
+def test_a_row_sees_the_keys_that_a_cache_has_filled(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The number of keys is read on the host only where nothing has to be waited for.
+    monkeypatch.setattr(attention, "is_compiling", lambda: device == "another")
+    query = torch.randn(2, 4, 1, 16)
+    key, value = (torch.full((2, 2, 9, 16), torch.nan) for _ in range(2))
+    if device == "another":
+        key, value = key.zero_(), value.zero_()
+    key[:, :, :5], value[:, :, :5] = torch.randn(2, 2, 2, 5, 16)
+    row = asked(q_length=1, kv_length=9, q_offset=torch.tensor([4]), allow_is_causal_skip=False)
+    found, _ = attention.attention(torch.nn.Module(), query, key, value, row)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key[:, :, :5].double(), value[:, :, :5].double(), enable_gqa=True
+    )
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
 
 
 def every_key(b: Any, h: Any, q: Any, k: Any) -> Any:

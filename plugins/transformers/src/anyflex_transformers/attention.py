@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import anyflex
@@ -103,7 +104,11 @@ def attention(
     if isinstance(given, Tensor):
         block_mask, on_scores = None, given
     elif isinstance(given, Carrier):
-        block_mask = given.own
+        block_mask, on_scores = given.own, given.seen
+        if on_scores is not None and on_scores.device.type == "cpu" and not is_compiling():
+            # Fewer keys cost less than a mask. An accelerator would have to be waited for.
+            keys, on_scores = int(on_scores), None
+            key, value = key[:, :, :keys], value[:, :, :keys]
     out = anyflex.flex_attention(
         query,
         key,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import anyflex
@@ -25,18 +26,26 @@ class Carrier(TorchBlockMask):
     and raises NoTensorError.
 
     Attributes:
-        own: anyflex's block mask, of rows and keys of this forward, from 0.
+        own: anyflex's block mask, of rows and keys of this forward, from 0; None: rows see the
+            first `seen` keys.
         shape: (B, 1, Q_LEN, KV_LEN).
+        seen: number of keys, a 0-d tensor on the device of attention, or None.
     """
 
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     ndim = 4
     requires_grad = False
 
-    def __init__(self, own: anyflex.BlockMask, shape: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self,
+        own: anyflex.BlockMask | None,
+        shape: tuple[int, int, int, int],
+        seen: Tensor | None = None,
+    ) -> None:
         # Without torch's __init__, which would make its index lists.
         self.own = own
         self.shape = shape
+        self.seen = seen
 
     def __getitem__(self, index: Any) -> Carrier:
         """Return the mask of consecutive rows: ``mask[:, :, start:stop, :]``."""
@@ -47,8 +56,8 @@ class Carrier(TorchBlockMask):
         start, stop, step = rows.indices(self.shape[2])
         if step != 1:
             _refuse(f"[{index!r}]")
-        own = self.own.row_slice(start, stop)
-        return Carrier(own, (*self.shape[:2], stop - start, self.shape[3]))
+        own = None if self.own is None else self.own.row_slice(start, stop)
+        return Carrier(own, (*self.shape[:2], stop - start, self.shape[3]), self.seen)
 
     def to(self, *arguments: Any, **options: Any) -> Carrier:
         """Return the mask on a device; it has no dtype."""
@@ -56,7 +65,11 @@ class Carrier(TorchBlockMask):
         options.pop("non_blocking", None)
         if isinstance(device, torch.dtype) or len(arguments) > 1 or set(options) - {"device"}:
             _refuse(f".to{arguments}")
-        return self if device is None else Carrier(self.own.to(device), self.shape)
+        if device is None:
+            return self
+        own = None if self.own is None else self.own.to(device)
+        seen = None if self.seen is None else self.seen.to(device)
+        return Carrier(own, self.shape, seen)
 
     def contiguous(self) -> Carrier:
         """Return the mask itself. Some versions' generate() calls it on any mask."""

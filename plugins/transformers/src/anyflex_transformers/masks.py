@@ -42,9 +42,9 @@ def mask(
 ) -> Carrier | Tensor | None:
     """Return what `attention` gets as attention_mask; arguments are those of transformers.
 
-    One query row needs no blocks: its mask is None where every key is live, else the dense row.
-    More rows have a block mask; while torch.compile or torch.export traces the model, it is an
-    operation of the graph.
+    One query row needs no blocks: its mask is None where every key is live, the number of live
+    keys where those are the first of a static cache, else the dense row. More rows have a block
+    mask; while torch.compile or torch.export traces the model, it is an operation of the graph.
     """
     tracing = torch.compiler.is_compiling()
     length = kv_length + kv_offset
@@ -53,9 +53,14 @@ def mask(
     if padding is None and allow_is_bidirectional_skip and not local:
         return None
     row = q_length == 1
-    everything = row and padding is None and allow_is_causal_skip and not local
-    if everything and not tracing and int(q_offset) + 1 == length:
+    causal = mask_function is masking_utils.causal_mask_function
+    plain = row and padding is None and not local
+    if plain and allow_is_causal_skip and not tracing and int(q_offset) + 1 == length:
         return None
+    shape = batch_size, 1, q_length, kv_length
+    if plain and causal and isinstance(q_offset, Tensor):
+        # A tensor of its own: the cache increments its one in place, before attention is called.
+        return Carrier(None, shape, (q_offset + (1 - kv_offset)).view(()))
     positions = _Positions(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     if row:
         return positions.dense(mask_function, padding, vmap=use_vmap)
@@ -66,9 +71,9 @@ def mask(
         in_graph = anyflex.create_block_mask(
             function, batch_size, None, q_length, kv_length, device
         )
-        return Carrier(in_graph, (batch_size, 1, q_length, kv_length))
+        return Carrier(in_graph, shape)
     first = int(q_offset)
-    if padding is None and mask_function is masking_utils.causal_mask_function:
+    if padding is None and causal:
         return causal_mask(batch_size, q_length, kv_length, first - kv_offset, device)
     function = _of_rows(without_positions(mask_function), padding, first, kv_offset)
     sizes = (batch_size, None, q_length, kv_length, device)
@@ -87,7 +92,7 @@ def mask(
         )
         function = _of_tensor(positions.dense(mask_function, padding, vmap=True))
         built = anyflex.create_block_mask(function, *sizes)
-    return Carrier(built, (batch_size, 1, q_length, kv_length))
+    return Carrier(built, shape)
 
 
 def mask_at_positions(

@@ -27,7 +27,8 @@ def score_mod(
         shape: [B, Hq, L, S] of the scores.
         softcap: scores become ``softcap * tanh(score / softcap)``, before all else.
         position_bias: added to the scores; B, H and L may be 1, and S more than the keys.
-        mask: likewise, floating; or bool, where True is live.
+        mask: likewise, floating; or bool, where True is live; or 0-d, the number of keys that are
+            live, the first ones.
 
     Raises:
         ArgumentError: a tensor whose shape doesn't fit.
@@ -35,7 +36,9 @@ def score_mod(
     mods = [] if softcap is None else [anyflex.mods.softcap(softcap)]
     if position_bias is not None:
         mods.append(anyflex.mods.dense_bias(_fitted("position_bias", position_bias, shape)))
-    if mask is not None:
+    if mask is not None and mask.dim() == 0:
+        mods.append(_live_before(mask))
+    elif mask is not None:
         fitted = _fitted("attention_mask", mask, shape)
         if mask.dtype is torch.bool:
             mods.append(_live_in(fitted))
@@ -67,3 +70,10 @@ def _live_in(mask: Tensor) -> ScoreMod:
         return torch.where(mask[batch, head, q_idx, kv_idx], score, -torch.inf)
 
     return live_in
+
+
+def _live_before(count: Tensor) -> ScoreMod:
+    def live_before(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(kv_idx < count, score, -torch.inf)
+
+    return live_before
