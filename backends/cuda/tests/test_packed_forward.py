@@ -266,13 +266,13 @@ def drawn_batch(chance: random.Random) -> Batch:
     page = chance.choice([0, 16, 32, 48, 64, 80, 128, 256])
     edges = [0, 1, 64, 127, 128, 129, *(max(page, 5) + i for i in (-1, 0, 1))]
     keys = [chance.choice([*edges, chance.randint(1, 400)]) for _ in range(chance.randint(1, 5))]
-    # A query row may have no key before it.
+    # A query row may have no key before it. The last sequence is too long to be decoded.
     rows = [chance.choice([0, 1, chance.randint(1, 150), min(n, 140)]) for n in keys]
     mods = chance.choice(
         [(None, None), (None, causal), (slope, window), (None, of_heads), (slope, None)]
     )
     return Batch(
-        (*rows, 3), (*keys, 9), page, chance.choice([(64, 64), (128, 128), (96, 64), (40, 96)]),
+        (*rows, 70), (*keys, 75), page, chance.choice([(64, 64), (128, 128), (96, 64), (40, 96)]),
         chance.choice([(1, 1), (2, 2), (4, 4), (7, 7), (4, 2)]), mods,
         chance.choice([0, 1, 140]), chance.random() < 0.5, cores=chance.randint(1, 9),
     )  # fmt: skip
@@ -284,10 +284,10 @@ def test_random_batches(seed: int) -> None:
 
 
 def test_short_sequences_are_left_to_another_kernel() -> None:
-    batch = Batch((5, 40, 1, 20), (200, 40, 1, 300), 16, spare=5)
+    batch = Batch((5, 90, 1, 20), (200, 90, 1, 300), 16, spare=5)
     (found, *_), (expected, *_) = computed(batch, short_rows=20)
-    taken = torch.arange(71)
-    taken = ((taken >= 5) & (taken < 45)) | (taken >= 66)
+    taken = torch.arange(121)
+    taken = ((taken >= 5) & (taken < 95)) | (taken >= 116)
     torch.testing.assert_close(found[taken].double(), expected[taken], rtol=4e-3, atol=4e-3)
     assert found[~taken].isnan().all()
 
@@ -300,7 +300,7 @@ FAULTS = [
     ("page 16", "key // pages.SIZE, mask", "0 * key, mask"),
     ("packed, mods", "mod_b += own.b", "pass"),
     ("packed, mods", "q_shift = shifts[2] + own.shift", "q_shift = shifts[2]"),
-    ("packed, mods", "kv_length = own.kv_length", "kv_length = call.kv_length"),
+    ("page 48", "kv_length = own.kv_length", "kv_length = call.kv_length"),
     ("packed", "tile // TILES + 1", "1"),
     ("packed", "before=walk.before + count", "before=walk.before"),
     ("packed", "first_head += schedule.head_group", "first_head = schedule.heads"),
