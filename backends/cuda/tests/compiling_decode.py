@@ -133,7 +133,10 @@ def main() -> int:
         for name, dim, page, plan, adds in packed:
             spec = replace(spec_of(name, dim, torch.bfloat16), gqa_ratio=4)
             facts = packed_facts(spec, page, plan, adds)
-            print(json.dumps({"name": name, "dim": dim, "page": page, **facts}), flush=True)
+            print(
+                json.dumps({"name": name, "dim": dim, "page": page, "plan": plan, **facts}),
+                flush=True,
+            )
         for found in launched():
             print(json.dumps(found), flush=True)
     return 0

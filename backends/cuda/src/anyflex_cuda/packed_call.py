@@ -15,9 +15,6 @@ from anyflex_triton.building import Programs
 
 __all__ = ["PackedCalls"]
 
-_KEPT = 256
-"""Maximum number of classes of calls whose route is kept."""
-
 
 class Route(NamedTuple):
     """Kernels of a class of calls.
@@ -47,7 +44,7 @@ class PackedCalls:
         self._decode = PackedDecode(portable, made)
         self._forward = PackedForward(made)
         self._short_rows = short_rows(made.spec)
-        self._routes: dict[object, Route] = {}
+        self._made = made
 
     def refusal(self, call: Call) -> str | None:
         """Return why a packed call takes the portable kernels, or None."""
@@ -81,20 +78,9 @@ class PackedCalls:
     def _route(self, call: Call) -> Route:
         packed = call.packed
         assert packed is not None
-        query, key, value = call.query, call.key, call.value
-        # Bounds decide, and not the number of query rows, which changes with each step.
-        facts = (
-            is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()), query.shape[1],
-            query.shape[2] == 0, query.stride()[1:], key.shape[:3], key.stride(), value.stride(),
-            call.mask is not None and call.mask.shape[1], packed.max_q, packed.max_kv,
-            packed.slots.shape[0], packed.blocks.shape[0], query.device,
-        )  # fmt: skip
-        found = self._routes.get(facts)
-        if found is None:
-            if len(self._routes) >= _KEPT:
-                self._routes.clear()
-            found = self._routes[facts] = self._new_route(call, packed)
-        return found
+        pointers = call.query.data_ptr() | call.key.data_ptr() | call.value.data_ptr()
+        facts = "anyflex_cuda.route", is_aligned(pointers), packed.slots.shape[0]
+        return self._made.kept(call, facts, lambda: self._new_route(call, packed))
 
     def _new_route(self, call: Call, packed: PackedRows) -> Route:
         if call.k_scale is not None:
