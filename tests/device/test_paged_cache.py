@@ -173,8 +173,11 @@ def test_a_replay_decodes_what_the_last_step_asked_for(backend: str, storage: st
             graph.replay()
             wanted = decode(on_cpu, new_query.float(), new_rows.float(), SLOPES)
             found = out.float().cpu()
-            # Both caches store the same numbers; weights and results are rounded to bfloat16.
-            assert (found - wanted)[: len(live)].abs().max() <= 0.03
+            # Weights and results are rounded to bfloat16, and a device may round a quotient to the
+            # next float8.
+            assert (found - wanted)[: len(live)].abs().max() <= (
+                0.15 if "fp8" in storage else 0.03
+            )
             assert not found[len(live) :].any()
 
 

@@ -230,7 +230,7 @@ def in_pages(first, places, SIZE: tl.constexpr):
     STEP: tl.constexpr = places.shape[0]
     # Triton's shapes aren't divisors of a number.
     if STEP // SIZE * SIZE == STEP:
-        # What places alone decide is the same in each step.
+        # Each step has the same rows in pages.
         return first // SIZE + places // SIZE, places % SIZE
     else:
         return (first + places) // SIZE, (first + places) % SIZE
