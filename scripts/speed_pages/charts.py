@@ -118,6 +118,24 @@ def gpu_first_calls() -> str:
     return bars(heading, panels, (0, 2, 4, 6), left=1.2)
 
 
+def serving_ratios() -> str:
+    """Draw decoding and prefill of packed sequences beside the fastest peer and dense decoding."""
+    origin, rows = results.serving_rows("h200_serving.json")
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        series = {"beside dense decoding": row.ratios.get("cuda, dense")}
+        series["beside the fastest peer"] = None if row.fastest is None else row.fastest[1]
+        known = {name: ratio for name, ratio in series.items() if ratio is not None}
+        if known:
+            panels.setdefault(row.group, {})[f"{row.case}, {row.shape}"] = known
+    heading = Heading(
+        "cuda: packed sequences and pages, the other's speed = 1, bfloat16",
+        "times as fast as the other",
+        [str(origin)],
+    )
+    return dots(heading, panels, (0.5, 0.7, 1, 1.5, 2, 4, 8), left=3.1)
+
+
 def cpu_lengths() -> str:
     """Draw rates by length on one thread."""
     origin, panels = results.cpu_lengths()
@@ -199,6 +217,7 @@ CHARTS: dict[str, Callable[[], str]] = {
     "hopper_ratios.svg": gpu_ratios,
     "h200_triton_ratios.svg": triton_ratios,
     "h200_first_calls.svg": gpu_first_calls,
+    "h200_serving.svg": serving_ratios,
     "cpu_lengths.svg": cpu_lengths,
     "cpu_ratios.svg": cpu_ratios,
     "cpu_first_calls.svg": cpu_first_calls,

@@ -22,6 +22,7 @@ __all__ = [
     "GpuRow",
     "Origin",
     "Plain",
+    "ServingRow",
     "block_masks",
     "cpu_first_calls",
     "cpu_groups",
@@ -32,6 +33,7 @@ __all__ = [
     "gpu_rows",
     "metal_shares",
     "rows_of_table",
+    "serving_rows",
     "torch_first_calls",
 ]
 
@@ -199,15 +201,7 @@ def gpu_first_calls(name: str) -> tuple[Origin, dict[str, tuple[float, float]]]:
     """Return origin, and for each state of process and caches the median seconds of forward and
     of backward."""
     report = _json(f"results/{name}")
-    machine, versions = report["machine"], report["versions"]
-    software = f"torch {versions['torch']}, triton {versions['triton']}"
-    origin = Origin(
-        f"one {machine['device_name']}",
-        software,
-        report["date"][:10],
-        report["commit"],
-        f"results/{name}",
-    )
+    origin = _origin_of(report, name)
     seconds = {}
     for state, runs in report["seconds"].items():
         forward, backward = (
@@ -216,6 +210,63 @@ def gpu_first_calls(name: str) -> tuple[Origin, dict[str, tuple[float, float]]]:
         )
         seconds[state] = forward, backward
     return origin, seconds
+
+
+def _origin_of(report: Mapping[str, Any], name: str) -> Origin:
+    machine, versions = report["machine"], report["versions"]
+    return Origin(
+        f"one {machine['device_name']}",
+        f"torch {versions['torch']}, triton {versions['triton']}",
+        report["date"][:10],
+        report["commit"],
+        f"results/{name}",
+    )
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """Row of packed sequences or pages.
+
+    Args:
+        group: what is like in a group's rows, in words.
+        case: sequences and keys, what a mod does, how keys are stored.
+        shape: query heads, heads of keys, head dim; page.
+        microseconds: that `cuda` takes for a layer.
+        gb_per_s: at which it reads keys and values.
+        ratios: how many times as long others take.
+    """
+
+    group: str
+    case: str
+    shape: str
+    microseconds: float
+    gb_per_s: float
+    ratios: Mapping[str, float]
+
+    @property
+    def fastest(self) -> tuple[str, float] | None:
+        """The fastest peer and its ratio; None where none was measured."""
+        peers = {name: ratio for name, ratio in self.ratios.items() if "cuda" not in name}
+        return min(peers.items(), key=lambda each: each[1]) if peers else None
+
+
+def serving_rows(name: str) -> tuple[Origin, list[ServingRow]]:
+    """Return origin and rows of a report of `bench/serving_targets.py`."""
+    report = _json(f"results/{name}")
+    rows = []
+    for row in report["rows"]:
+        own = row["contenders"]["cuda"]
+        others = {
+            contender: found["ratio"]
+            for contender, found in row["contenders"].items()
+            if contender != "cuda"
+        }
+        words = " ".join(filter(None, (row["row"], row["mod"], row["storage"])))
+        page = f"page {row['page']}" if row["page"] else "packed"
+        shape = f"{'/'.join(map(str, [*row['heads'], row['dim']]))}, {page}"
+        rate = row["bytes"] / own["us"] / 1e3
+        rows.append(ServingRow(row["group"], words, shape, own["us"], rate, others))
+    return _origin_of(report, name), rows
 
 
 @dataclass(frozen=True)

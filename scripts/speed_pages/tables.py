@@ -65,6 +65,24 @@ def _measured(row: GpuRow) -> tuple[str, str, str]:
     return f"{row.milliseconds:.3f}", PEERS[peer], f"{ratio:.2f}"
 
 
+def serving_rows() -> str:
+    """List every row of packed sequences and pages."""
+    rows = (
+        (
+            row.case,
+            row.shape,
+            f"{row.microseconds:.1f}",
+            f"{row.gb_per_s:.0f}",
+            *(("", "") if row.fastest is None else (row.fastest[0], f"{row.fastest[1]:.2f}")),
+            f"{row.ratios['cuda, dense']:.2f}" if "cuda, dense" in row.ratios else "",
+            f"{row.ratios['cuda.triton']:.2f}" if "cuda.triton" in row.ratios else "",
+        )
+        for row in results.serving_rows("h200_serving.json")[1]
+    )
+    head = "sequences, heads/dim and page, us, GB/s, fastest peer, x, x dense, x `cuda.triton`"
+    return _table(head.split(", "), rows)
+
+
 def gpu_first_calls() -> str:
     """List a new mod's first forward and backward, in milliseconds."""
     _, ours = results.gpu_first_calls("h200_cuda_first_calls.json")
@@ -221,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lengths_128": lengths_128,
     "lengths_64": lengths_64,
     "metal_shares": metal_shares,
+    "serving_rows": serving_rows,
     "triton_rows": triton_rows,
 }
 """Function that makes each table, by the name of its marker."""
