@@ -112,6 +112,7 @@ CASES = [
     Case("odd, packed, mask", odd=True, page=0, mask=window),
     Case("equal", ((1, 128),) * 6, page=64),
     Case("beside long ones", ((1, 90), (140, 200), (2, 65), (33, 40)), mask=causal, spare=3),
+    Case("long ones alone", ((40, 40), (35, 70), (150, 150)), page=0, mask=causal),
     Case("beside long ones, packed", ((1, 90), (0, 3), (140, 200), (2, 0)), page=0, spare=3),
 ]
 
