@@ -39,7 +39,9 @@ CASES.compare(
         sinks=(*_FOUR, *_FOUR),
         mask_mod="decode_position",
     ),
-    half=row("bfloat16", (129, 257), dtype=torch.bfloat16, head_dims=(64, 64)),
+    half=row(
+        "sinks beside scores of bfloat16", (129, 257), dtype=torch.bfloat16, head_dims=(64, 64)
+    ),
     half_row=row(
         "one query row in float16", (1, 400), heads=(4, 1), sinks=_FOUR, dtype=torch.float16
     ),
@@ -57,7 +59,7 @@ CASES.compare(
         sinks=_FOUR,
         mask_mod="decode_position",
     ),
-    wide=row("float64", (40, 41), dtype=torch.float64),
+    wide=row("sinks of float64 calls", (40, 41), dtype=torch.float64),
     kv_broadcast=row("batch entries that share keys", (70, 66), batch=3, kv_batch=1),
     large_scores=row(
         "scores in the hundreds",
@@ -99,7 +101,9 @@ CASES.compare(
     learned_near_scores=row(
         "scores of up to 80, and sinks beside them", (60, 150), scale=6.0, sinks=(60.0, 75.0)
     ),
-    learned_half=row("bfloat16", (129, 257), dtype=torch.bfloat16, head_dims=(64, 64)),
+    learned_half=row(
+        "learned sinks in bfloat16", (129, 257), dtype=torch.bfloat16, head_dims=(64, 64)
+    ),
     learned_lse=row("a gradient arrives at lse too", (70, 90), aux=LSE | MAXIMA, dlse=True),
 )
 CASES.compare(
@@ -117,7 +121,7 @@ CASES.compare(
     learned_softcap=row(
         "a score mod of no captured tensor", (60, 70), score_mod="softcap", mask_mod="causal"
     ),
-    learned_wide=row("float64", (40, 41), dtype=torch.float64),
+    learned_wide=row("learned sinks of float64 calls", (40, 41), dtype=torch.float64),
     learned_one_row=row("one query row", (1, 300), heads=(4, 2), sinks=_FOUR),
     learned_strided=row("strided tensors and gradients", (60, 70), layout="mixed"),
     dropout=row("weights are dropped after a softmax with sinks", (70, 90), dropout_p=0.3),
