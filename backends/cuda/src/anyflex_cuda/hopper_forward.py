@@ -326,9 +326,12 @@ def load_queries(descs, queries, ring, tile, step):
                 tile.first_row + c * ROWS,
             )
         else:
+            # A consumer without rows takes the first one's, whose results it doesn't store: each
+            # box of queries has rows.
+            first = tile.first_row + c * ROWS
+            first = gl.where(first < tile.own.end_row, first, tile.first_row)
             load_bounded(
-                descs.q, queries.bufs, c, queries.full.index(c), tile.h,
-                tile.first_row + c * ROWS, tile.own.end_row,
+                descs.q, queries.bufs, c, queries.full.index(c), tile.h, first, tile.own.end_row,
             )
 
 
@@ -859,7 +862,7 @@ def consume(call, ME: gl.constexpr):
             fence_async_shared()
             if own is None:
                 store_parts(outputs.o_descs, outputs.o_bufs, ME, b, h, first_row)
-            else:
+            elif first_row < end_row:
                 store_bounded(outputs.o_descs, outputs.o_bufs, ME, h, first_row, end_row)
             if WANT_REST:
                 if SHARES_ROOM:
