@@ -27,7 +27,7 @@ struct decode_buffers {
     uint16_t* pairs;
     uint32_t* tiles;
     float* panels;
-    const char **keys, **values, **next_keys;  // column_rows of a tile
+    const char **keys, **values, **next_keys;  // column_rows of a tile in pages
     bool values_on_tiles;  // the level has tiles, and a value row is a whole number of them
     softmax_state state;
     char* scratch;
@@ -49,9 +49,10 @@ decode_buffers take_buffers(arena& memory, const af_problem& p, const decode_pla
     b.panels = memory.take<float>(d.panels ? panel_rows * d.query_width : 0);
     b.out = memory.take<float>(d.rows * d.value_width);
     b.before = memory.take<float>(d.rows * d.value_width);
-    b.keys = memory.take<const char*>(decode_columns);
-    b.values = memory.take<const char*>(decode_columns);
-    b.next_keys = memory.take<const char*>(decode_columns);
+    const int64_t blocks = p.pages.ids ? decode_columns : 0;
+    b.keys = memory.take<const char*>(blocks);
+    b.values = memory.take<const char*>(blocks);
+    b.next_keys = memory.take<const char*>(blocks);
     b.state.row_sum = memory.take<float>(d.rows_padded * VL);
     b.state.row_max = memory.take<float>(d.rows_padded);
     b.state.alpha = memory.take<float>(d.rows_padded);
@@ -99,6 +100,7 @@ struct decode_tile {
     tile_span span;
     int64_t columns;
     live_columns<decode_columns> in;
+    const char* only[3];  // the one block each of keys that aren't in pages
     column_rows key, value;
     column_rows next_key;  // of the next tile. The last one has its own again, which are near: the
                            // next job may be another thread's.
@@ -130,13 +132,14 @@ void decode_live(const decode_run& run, const decode_buffers& b, const run_row& 
 
 void find_rows(const decode_run& run, const decode_buffers& b, decode_tile& t) {
     const af_problem& p = *run.p;
-    const auto rows = [&](const af_tensor& tensor, int64_t first, const char** blocks) {
+    const auto rows = [&](const af_tensor& tensor, int64_t first, const char** blocks, int one) {
         return rows_of_columns(p, tensor, kv_dtype(p), t.job.b, t.job.kv_head, first, t.columns,
-                               blocks);
+                               p.pages.ids ? blocks : t.only + one);
     };
-    t.key = rows(p.key, t.span.begin, b.keys);
-    t.value = rows(p.value, t.span.begin, b.values);
-    t.next_key = rows(p.key, t.span.end < t.job.end ? t.span.end : t.span.begin, b.next_keys);
+    const int64_t next = t.span.end < t.job.end ? t.span.end : t.span.begin;
+    t.key = rows(p.key, t.span.begin, b.keys, 0);
+    t.value = rows(p.value, t.span.begin, b.values, 1);
+    t.next_key = rows(p.key, next, b.next_keys, 2);
 }
 
 // Calls f(begin, end) for the tile's columns that are worth computing.
