@@ -107,6 +107,23 @@ def test_numbers_that_a_mask_captured_may_change_between_calls(natively: list[in
     assert natively == [1] * 3
 
 
+@torch.no_grad()
+def test_a_batch_with_room_for_more_sequences_is_compiled(natively: list[int]) -> None:
+    table = torch.arange(8, dtype=torch.int32).view(4, 2)
+    batch = anyflex.Packed.with_capacity(4, max_q=2, max_kv=8, page_table=table)
+    pool = torch.randn(8, 2, 4, 8)
+
+    def call(rows: Tensor) -> Any:
+        return anyflex.flex_attention_packed(rows, pool, pool, batch.begin(), enable_gqa=True)
+
+    compiled: Any = torch.compile(call, fullgraph=True, backend="eager")
+    for slots in ([2], [3, 1], []):
+        batch.set([1] * len(slots), [5] * len(slots), slots)
+        rows = torch.randn(4, 4, 8)
+        assert torch.equal(compiled(rows), call(rows))
+    assert natively == [1] * 3
+
+
 def test_packed_training_stays_a_dense_call(natively: list[int]) -> None:
     compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     step = anyflex.Packed(offsets((3, 5)), max_q=5, max_kv=5).begin()

@@ -85,6 +85,23 @@ def test_a_compiled_pass_does_what_an_eager_one_does_whatever_its_lengths(
     assert counter.frame_count <= graphs
 
 
+@torch.no_grad()
+def test_a_compiled_pass_serves_any_of_the_open_sequences_in_any_order() -> None:
+    cache = made("plain")
+
+    def run(step: Step, rows: Tensor) -> Any:
+        cache.append(step, 0, rows[:, :2], rows[:, 2:4])
+        return cache.attend(step, 0, rows, mask_mod=causal)
+
+    compiled: Any = torch.compile(run, fullgraph=True, backend="eager")
+    slots = [cache.open() for _ in range(3)]
+    for wanted in ([2], [2, 0], [1], [0, 2, 1]):
+        step = cache.step([(slots[each], 2) for each in wanted])
+        assert step is not None
+        rows = torch.randn(2 * len(wanted), 4, 8)
+        assert torch.equal(compiled(step, rows), run(step, rows))
+
+
 def test_a_wrong_call_in_a_compiled_program_is_named_as_in_an_eager_one() -> None:
     cache = made("plain")
 

@@ -56,7 +56,7 @@ class Packed:
         kv_lengths: int32 [N].
         kv_offsets: int32 [N + 1], for packed keys.
         page_table: int32 [R, W], any row stride; key and value are then pools of pages.
-        slots: int32 [N], each at most once; None is 0 to N - 1.
+        slots: int32 [N], different for sequences with rows or keys; None is 0 to N - 1.
         q_starts: int32 [N], position of each sequence's first query row; None is
             ``kv_length - q_length``, which lets the last query row be the last key's.
         max_q, max_kv: no sequence has more query rows, or keys. None reads them from the tensors:
