@@ -235,6 +235,17 @@ def test_a_request_that_was_changed_in_place_is_read_anew() -> None:
     assert lengths == [[2], [4], [7]]
 
 
+def test_a_refused_request_isnt_taken_for_the_one_before() -> None:
+    sequences = Sequences(2, 4, 8, 4)
+    slots = sequences.open(), sequences.open()
+    wanted = [(slots[0], 1)]
+    sequences.reserve(wanted)
+    with pytest.raises(ArgumentTypeError, match="must be a list of"):
+        sequences.reserve({slots[1]: 2})  # type: ignore[arg-type]
+    sequences.reserve(wanted)
+    assert [sequences.length(slot) for slot in slots] == [2, 0]
+
+
 @pytest.mark.parametrize("way", ["trim", "fork"])
 def test_other_tokens_behind_a_common_beginning_are_found_as_what_they_are(way: str) -> None:
     sequences = Sequences(8, 8, 32, 4)
@@ -282,6 +293,7 @@ WRONG: dict[str, tuple[Callable[[Sequences], Any], type[Exception], str]] = {
     "too long": (lambda s: s.reserve([(0, 12)]), ArgumentError, "width 4 holds 16.*wider"),
     "not pairs": (lambda s: s.reserve([0, 1]), ArgumentTypeError, r"must hold \(slot, new"),
     "no list": (lambda s: s.reserve(3), ArgumentTypeError, "must be a list of"),
+    "dict": (lambda s: s.reserve({0: 1}), ArgumentTypeError, "must be a list of.*got dict"),
     "text": (lambda s: s.reserve([("0", 1)]), ArgumentTypeError, "slot must be an int, got str"),
     "float": (lambda s: s.reserve([(0, 1.0)]), ArgumentTypeError, "new tokens must be an int"),
     "trim upward": (lambda s: s.trim(0, 6), ArgumentError, "at most that of the sequence, 5"),

@@ -195,9 +195,8 @@ class Sequences:
         """Reserve room for [(slot, new tokens)]: all of it, or nothing and None."""
         # Most steps of decoding ask for what the last one did, and reading that takes longest.
         if type(wanted) is not list or wanted != self._last_wanted:
-            self._last_request = self._read(wanted)
             # Pairs that are tuples are compared by their identity first.
-            self._last_wanted = [tuple(pair) for pair in wanted]
+            self._last_wanted, self._last_request = self._read(wanted)
         request = self._last_request
         slots, buffers = request.slots, request.buffers
         torch.index_select(self._length_tensor, 0, slots, out=buffers.starts)
@@ -213,9 +212,10 @@ class Sequences:
         self._length_tensor.index_copy_(0, slots, buffers.lengths)
         return Reserved(request, copies)
 
-    def _read(self, wanted: Sequence[tuple[int, int]]) -> Request:
-        """Check a request's form, and make tensors of it."""
+    def _read(self, wanted: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, ...]], Request]:
+        """Check a request's form, and return its pairs and what a step needs of them."""
         try:
+            pairs = [tuple(pair) for pair in wanted]
             counts = dict(wanted)
             slots = _tensor(array("q", [*counts]), torch.int64)
             tokens = _tensor(array("i", [*counts.values()]), torch.int32)
@@ -229,7 +229,8 @@ class Sequences:
             self._refuse(wanted)
         if least < 0 or longest > most:
             self._refuse(wanted)
-        return Request(counts, slots, tokens, sum(counts.values()), longest, Buffers(count))
+        total = sum(counts.values())
+        return pairs, Request(counts, slots, tokens, total, longest, Buffers(count))
 
     def _pages_needed(self, slots: list[int], counts: dict[int, int]) -> int:
         """Number of pages that sequences need to grow, copies of shared ones included."""
