@@ -109,6 +109,13 @@ def test_a_dead_row_is_0_with_gradients_0(backend: str) -> None:
     strange[:, :, 0] = math.nan  # what arrives at a dead row reaches nothing
     for gradient in torch.autograd.grad(out, tensors, strange):
         assert torch.equal(gradient, torch.zeros_like(gradient))
+    with torch.no_grad():
+        tensors[3].fill_(math.nan)
+    out = attend(*tensors, backend=backend, block_mask=mask)
+    assert (out[:, :, :4] == 0).all()
+    assert out[:, :, 4:].isnan().all()
+    (gradient,) = torch.autograd.grad(out.sum(), tensors[0])
+    assert (gradient[:, :, :4] == 0).all()
 
 
 def test_lse_and_max_scores_leave_the_sinks_out(backend: str) -> None:

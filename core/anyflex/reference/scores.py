@@ -82,8 +82,11 @@ class Scores:
         return ChunkScores(query, raw, modified, dead, inputs)
 
     def add_sink(self, total: Tensor, shift: Tensor) -> Tensor:
-        """Return rows' sums of ``exp(score - shift)`` with that of the sink, if there is one."""
-        return total if self.sinks is None else total + torch.exp(self.sinks - shift)
+        """Return rows' sums of ``exp(score - shift)`` with that of the sink, if there is one; 0
+        of dead rows, also where the sink is NaN."""
+        if self.sinks is None:
+            return total
+        return torch.where(total == 0, total, total + torch.exp(self.sinks - shift))
 
     def flat_indices(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Index vectors b [B], h [Hq], q_idx [R], kv_idx [C], offsets added."""

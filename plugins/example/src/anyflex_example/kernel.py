@@ -93,7 +93,8 @@ class ExampleKernel(Kernel):
             if sinks is not None:
                 # lse leaves the sink out. In backward core has added it to lse.
                 sink = tile.of_rows(sinks, kv_heads)
-                whole = total + torch.exp(sink - _finite_shift(maximum))
+                weight = torch.exp(sink - _finite_shift(maximum))
+                whole = torch.where(total == 0, total, total + weight)  # dead rows, whatever it is
             result = result / whole.masked_fill(whole == 0, 1)
             tile.of_rows(out.out, kv_heads).copy_(result)
             for unrounded in out.saved:
