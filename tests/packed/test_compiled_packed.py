@@ -124,6 +124,22 @@ def test_a_batch_with_room_for_more_sequences_is_compiled(natively: list[int]) -
     assert natively == [1] * 3
 
 
+@pytest.mark.parametrize("name", ["query", "key"])
+@torch.no_grad()
+def test_offsets_that_leave_the_rows_are_named_when_a_program_runs(name: str) -> None:
+    own, others = torch.tensor([0, 3, 9], dtype=torch.int32), offsets((3, 5))
+    of_rows, of_keys = (own, others) if name == "query" else (others, own)
+    pool = torch.randn(8, 2, 8)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(rows: Tensor) -> Any:
+        batch = anyflex.Packed(of_rows, kv_offsets=of_keys, max_q=8, max_kv=8)
+        return anyflex.flex_attention_packed(rows, pool, pool, batch.begin(), enable_gqa=True)
+
+    with pytest.raises(anyflex.ArgumentError, match=f"{name} must have at least the 9 rows"):
+        call(torch.randn(8, 4, 8))
+
+
 def test_packed_training_stays_a_dense_call(natively: list[int]) -> None:
     compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     step = anyflex.Packed(offsets((3, 5)), max_q=5, max_kv=5).begin()

@@ -17,7 +17,7 @@ from anyflex.runtime.plan import refuse_tracing
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tensors.dynamo_errors import fail
 
-__all__ = ["check_packed"]
+__all__ = ["check_packed", "check_shapes"]
 
 STRIDED = torch.strided
 
@@ -59,7 +59,7 @@ def check_packed(
     ):
         _refuse_tensors({"query": query, "key": key, "value": value}, packed)
     shapes = query.shape, key.shape, value.shape
-    step.keep(("fits", shapes), _check_shapes, packed, *shapes)
+    step.keep(("fits", shapes), check_shapes, packed, *shapes)
     k_scale, v_scale = scales
     if dims == 4 and torch.is_grad_enabled():
         for name, tensor in _named(query, key, value, k_scale, v_scale):
@@ -128,7 +128,7 @@ def _named(*tensors: Any) -> list[tuple[str, Any]]:
     return list(zip(names, tensors, strict=False))
 
 
-def _check_shapes(
+def check_shapes(
     packed: Packed, query: Sequence[int], key: Sequence[int], value: Sequence[int]
 ) -> None:
     """Check shapes against each other and the batch."""

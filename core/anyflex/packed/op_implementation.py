@@ -10,6 +10,7 @@ from torch import Tensor
 from anyflex.block_mask.mask_function import RebuiltMaskMod
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.frontend.checked_call import CheckedCall
+from anyflex.packed.arguments import check_shapes
 from anyflex.packed.core_layout import in_core_layout
 from anyflex.packed.own_layout import in_own_layout
 from anyflex.packed.packed import Packed, Step
@@ -62,6 +63,11 @@ def attend(
     if len(captured) > of_score:
         # A program may write other numbers into memory that the mask mod read before.
         step = step.packed.begin()
+    if query.device.type == "cpu":
+        # There were no numbers to look at when the program was recorded.
+        held = key.shape if request.paged else _as_rows(key).shape
+        shapes = _as_rows(query).shape, held, (*held[:-1], value.shape[-1])
+        step.once(("fits", shapes), check_shapes, step.packed, *shapes)
     scales = (tensors[5], tensors[6]) if request.scaled else (None, None)
     aux = AuxRequest(request.lse, request.max_scores)
     checked = CheckedCall(
