@@ -112,6 +112,10 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
     mask = None
     if spec.mask_kind == "runs":
         mask = _mask_of(spec, queries, keys, device)
+    sinks = None
+    if spec.sinks:
+        wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
+        sinks = torch.zeros(heads * spec.gqa_ratio, dtype=wide, device=device)
     return Call(
         zeros(batch, heads * spec.gqa_ratio, queries, spec.head_dim, query_memory),
         zeros(key_batch, heads, keys, spec.head_dim, key_memory),
@@ -129,7 +133,7 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
         (1.0,) * max([floats for _, floats in slots], default=0),
         1 / math.sqrt(spec.head_dim),
         dropout=Dropout(0.5, 0) if spec.dropout else None,
-        sinks=torch.zeros(heads * spec.gqa_ratio, device=device) if spec.sinks else None,
+        sinks=sinks,
     )
 
 
