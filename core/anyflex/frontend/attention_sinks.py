@@ -10,7 +10,7 @@ from torch import Tensor
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.symbolic_numbers import fixed
 
-__all__ = ["checked_sinks", "with_sinks"]
+__all__ = ["as_kernels_read", "check_sinks", "checked_sinks", "with_sinks"]
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,15 +58,24 @@ def with_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def checked_sinks(sinks: Any, query: Tensor, heads: int) -> Tensor:
-    """Check the sinks of a call and return them as kernels read them, in lse's dtype.
+    """Check the sinks of a call and return them as kernels read them.
 
     Args:
         heads: Hq.
     """
+    check_sinks(sinks, query, heads)
+    return as_kernels_read(sinks, query)
+
+
+def check_sinks(sinks: Any, query: Tensor, heads: int) -> None:
+    """Check the sinks of a call; arguments are those of `checked_sinks`."""
     _check_sink("sinks", sinks, query, heads)
+
+
+def as_kernels_read(sinks: Tensor, query: Tensor) -> Tensor:
+    """Return the sinks of a call in lse's dtype, contiguous."""
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    as_read: Tensor = sinks.to(wide).resolve_neg().contiguous()
-    return as_read
+    return sinks.to(wide).resolve_neg().contiguous()
 
 
 def _check(out: Any, lse: Any, sink: Any) -> None:

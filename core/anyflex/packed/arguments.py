@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyflex.contract.spec import STORED
 from anyflex.frontend.arguments import check_aux
-from anyflex.frontend.attention_sinks import checked_sinks
+from anyflex.frontend.attention_sinks import check_sinks
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.packed.packed import Packed, Step
 from anyflex.runtime.plan import refuse_tracing
@@ -78,7 +78,7 @@ def check_packed(
         _check_scale("k_scale", key, k_scale)
         _check_scale("v_scale", value, v_scale)
     if sinks is not None:
-        checked_sinks(sinks, query, query.shape[1])
+        check_sinks(sinks, query, query.shape[1])
     if out is not None:
         _check_out(out, query, value)
         for name, tensor in _named(query, key, value, k_scale, v_scale, sinks, out):

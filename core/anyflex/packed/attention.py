@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.frontend.arguments import check_scale
-from anyflex.frontend.attention_sinks import checked_sinks, with_sinks
+from anyflex.frontend.attention_sinks import as_kernels_read, with_sinks
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.packed.arguments import check_packed
@@ -105,7 +105,7 @@ def flex_attention_packed(
             () if kernel_options is None else freeze_options(kernel_options),
             backend,
             0.0,
-            checked_sinks(sinks, query, query.shape[1]) if inside else None,
+            as_kernels_read(sinks, query) if inside and sinks is not None else None,
         )
         if not compiled:
             own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
