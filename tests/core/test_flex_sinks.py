@@ -118,6 +118,19 @@ def test_a_dead_row_is_0_with_gradients_0(backend: str) -> None:
     assert (gradient[:, :, :4] == 0).all()
 
 
+def test_a_lack_of_memory_beside_sinks_is_named_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lacks(*given: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    *tensors, sinks = inputs()
+    out = attend(*tensors, sinks, backend="reference")
+    monkeypatch.setattr(torch, "logaddexp", lacks)
+    with pytest.raises(anyflex.AllocationError, match="memory"):
+        out.sum().backward()
+
+
 def test_lse_and_max_scores_leave_the_sinks_out(backend: str) -> None:
     tensors = inputs()
     with torch.no_grad():

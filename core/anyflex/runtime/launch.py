@@ -163,7 +163,12 @@ def launch_backward(
     check_backward(call, saved, grad, names)
     of_sinks: list[Tensor | None] = []
     if call.sinks is not None:
-        lse, of_sinks = _through_sinks(call.sinks, saved, grad, True in plan.sinks)
+        try:
+            lse, of_sinks = _through_sinks(call.sinks, saved, grad, True in plan.sinks)
+        except (RuntimeError, MemoryError) as error:
+            if failure := no_memory(plan.compiled, error):
+                raise failure from error
+            raise
         if not plan.spec.needs_backward:
             return None, None, None, [*[None for _ in call.captured], *of_sinks]
         saved = Saved(saved.out, lse, saved.extras)
