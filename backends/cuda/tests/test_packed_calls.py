@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,9 +14,13 @@ import torch
 from recording import OnHopper, drawn, recording
 
 import anyflex
-from anyflex.plugin import isolated, register
+from anyflex.plugin import Call, isolated, register
+from anyflex_cuda import forward_call, packed_decode_call
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.decode_steps import EACH, NONE
+from anyflex_cuda.packed_decode_call import PackedDecode
+from anyflex_cuda.packed_forward_call import PackedForward
+from anyflex_triton.building import FixedLaunch
 
 LENGTHS = (100, 0, 17, 900)
 
@@ -153,3 +159,29 @@ def test_long_sequences_take_forward_where_it_takes_their_layout(
 def test_results_that_depend_on_the_batch_are_not_declared_otherwise() -> None:
     assert not CudaBackend.capabilities.batch_invariant
     assert {"q_layout", "kv_layout", "page_size"} <= CudaBackend.capabilities.known_fields
+
+
+@pytest.mark.parametrize("taker", [PackedForward, PackedDecode])
+def test_launches_are_of_one_device(taker: type[Any]) -> None:
+    # A spec's kernel serves all devices of its architecture; a loaded function is of one.
+    launch, calls = taker.launch, []
+
+    def noted(*arguments: Any) -> None:
+        calls.append(arguments)
+        launch(*arguments)
+
+    with mock.patch.object(taker, "launch", noted):
+        launched(rows=17)
+    ((self, *arguments),) = calls
+    at = next(i for i, each in enumerate(arguments) if isinstance(each, Call))
+    arguments[at] = copy.copy(arguments[at])
+    arguments[at].query = arguments[at].query.to("meta")
+    kept = self._laid if taker is PackedForward else self._kept
+    assert len(kept) == 1
+    with (
+        mock.patch.object(forward_call, "cores", lambda device: 132),
+        mock.patch.object(FixedLaunch, "run"),
+        mock.patch.object(packed_decode_call, "launch_all"),
+    ):
+        launch(self, *arguments)
+    assert len(kept) == 2

@@ -151,8 +151,9 @@ class PackedDecode:
         values["edges"] = out.workspace[len(fit.workspace) - 1]
         values["sequences"] = sequences_of(call, _rows_of(call), _BLOCK)
         key = (
-            call.key.shape[:3], call.key.stride(), call.value.stride(), call.query.stride()[1:],
-            o_layout, mods.key, *wanted.values(), fit.plan, fit.programs, fit.adds, fit.at_once,
+            call.query.device, call.key.shape[:3], call.key.stride(), call.value.stride(),
+            call.query.stride()[1:], o_layout, mods.key, *wanted.values(), fit.plan, fit.programs,
+            fit.adds, fit.at_once,
             # Other launches have a program for each sequence, or row.
             alone, None if fit.adds and call.mask is None else (fit.rows, fit.fixed["batch"]),
         )  # fmt: skip

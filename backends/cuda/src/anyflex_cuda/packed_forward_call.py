@@ -139,8 +139,9 @@ class PackedForward:
         _, programs = self._grid(call)
         # Launches don't depend on the number of query rows, which changes with each step.
         key = (
-            programs, mods.key, out.lse is None, out.max_scores is None, call.key.shape[:2],
-            call.query.shape[1], call.query.shape[2] == 1, call.key.shape[2] == 1,
+            call.query.device, programs, mods.key, out.lse is None, out.max_scores is None,
+            call.key.shape[:2], call.query.shape[1], call.query.shape[2] == 1,
+            call.key.shape[2] == 1,
             *[tensor.stride() for tensor in tensors.values()],
         )  # fmt: skip
         laid = self._laid.get(key)
