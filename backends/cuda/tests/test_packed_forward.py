@@ -213,6 +213,8 @@ def computed(
         for name in ("out", "lse", "max_scores"):
             values[name].fill_(torch.nan)
         values = {**values, "short_rows": short_rows}
+        for name in ("q_desc", *(() if batch.page else ("k_desc", "v_desc"))):
+            assert values[name].base.bytes == 0, "a load's descriptor begins before the memory"
         given |= in_numpy({each: values[each] for each in program.types})
         called = (*CALLED, sequences, packed_tiles)
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed, changed, called)
@@ -252,6 +254,7 @@ CASES = {
     "page 64": Batch(ROWS, KEYS, 64, dims=(128, 64), mods=(None, None)),
     "page 128": Batch((128, 129, 127), (128, 129, 255), 128, (128, 128), (4, 4), spare=130),
     "page 256": Batch((128, 129, 127), (255, 256, 257), 256, (256, 256), (2, 2), spare=0),
+    "packed, one box": Batch((5, 9, 27), (9, 14, 30), heads=(7, 7), spare=0, odd=True),
     "odd": Batch((70, 60), (130, 60), odd=True, dims=(128, 128), mods=(None, causal)),
     "odd, pages": Batch((70, 60), (130, 60), 16, odd=True, is_nhd=True, mods=(slope, window)),
 }
@@ -293,7 +296,14 @@ def test_short_sequences_are_left_to_another_kernel() -> None:
     assert found[~taken].isnan().all()
 
 
+def test_rows_of_others_in_a_box_reach_no_result() -> None:
+    # Sequences that end within a tensor's first box are loaded together with those behind them.
+    check(CASES["packed, one box"])
+
+
 FAULTS = [
+    ("packed", "rows_there(first, end, ROWS) - ROWS, 0)", "rows_there(first, end, ROWS), 0)"),
+    ("packed, one box", "- ROWS, 0)", "- ROWS, first)"),
     ("page 64", "row = gl.where(there > 0, row, BOX)", "pass"),
     ("page 64", "return gl.maximum(gl.minimum(end - first, ROWS), 0)", "return ROWS"),
     ("page 48", "row = key % PAGE + there", "row = there"),

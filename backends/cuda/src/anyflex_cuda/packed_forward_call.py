@@ -52,8 +52,8 @@ Boxed = tuple[list[int], list[int], list[int]]
 
 
 class RowsBefore(NamedTuple):
-    """A tensor's address as a descriptor takes it, `bytes` before the tensor's memory begins.
-    Nothing there is read or written: see `packed_tiles`."""
+    """A tensor's address as a descriptor takes it, `bytes` before the tensor's memory begins: 0
+    but for stores and pages, see `packed_tiles`."""
 
     tensor: Tensor
     bytes: int
@@ -63,16 +63,19 @@ class RowsBefore(NamedTuple):
         return self.tensor.data_ptr() - self.bytes
 
 
-def bounded_boxes(tensor: Tensor, box: tuple[int, ...]) -> Boxed:
+def bounded_boxes(tensor: Tensor, box: tuple[int, ...], before: int) -> Boxed:
     """Return the arguments of a descriptor of `packed_tiles` after its address.
 
     Args:
         tensor: [1, H, rows, dims], or a pool of pages [P, H, page, dims].
         box: of `boxes_for`. One of five dimensions begins with a page.
+        before: rows from the address to the tensor's memory: those of a box, or 0.
     """
-    pages, heads, _, dims = tensor.shape
+    pages, heads, rows, dims = tensor.shape
     page, head, row, _ = strides_of(tensor.shape, tensor.stride(), tensor.element_size())
-    shape, strides = [heads, _FAR, box[-2], dims], [head, row, row, 1]
+    # Without rows before, a box that is longer than the tensor isn't cut by its coordinates.
+    inner = before or min(box[-2], rows)
+    shape, strides = [heads, _FAR, inner, dims], [head, row, row, 1]
     if len(box) == 5:
         shape, strides = [pages, *shape], [page, *strides]
     return shape, strides, list(box)
@@ -137,11 +140,12 @@ class PackedForward:
         mods = made.mods(call, False)
         tensors = {"query": call.query, "key": call.key, "value": call.value, "out": result}
         _, programs = self._grid(call)
-        # Launches don't depend on the number of query rows, which changes with each step.
+        # Launches don't depend on the number of query rows, which changes with each step, where
+        # there are as many as a box has.
         key = (
             call.query.device, programs, mods.key, out.lse is None, out.max_scores is None,
-            call.key.shape[:2], call.query.shape[1], call.query.shape[2] == 1,
-            call.key.shape[2] == 1,
+            call.key.shape[:2], call.query.shape[1], min(call.query.shape[2], _BLOCK),
+            min(call.key.shape[2], _BLOCK),
             *[tensor.stride() for tensor in tensors.values()],
         )  # fmt: skip
         laid = self._laid.get(key)
@@ -195,8 +199,10 @@ def _laid(
     for name, box in boxes.items():
         tensor = DESCRIBED[name]
         if tensor in tensors:
-            _, strides, _ = fixed[name] = bounded_boxes(tensors[tensor], box)
-            before[tensor] = box[-2] * strides[-2] * tensors[tensor].element_size()
+            # Stores and pages: see `packed_tiles`.
+            rows = box[-2] if tensor == "out" or len(box) == 5 else 0
+            _, strides, _ = fixed[name] = bounded_boxes(tensors[tensor], box, rows)
+            before[tensor] = rows * strides[-2] * tensors[tensor].element_size()
             described[name] = _lowered(tensor)
     return Laid(FixedLaunch(program, programs, fixed, described), before)
 

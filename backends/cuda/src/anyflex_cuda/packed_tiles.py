@@ -1,10 +1,16 @@
 """Tiles of packed sequences in Hopper's forward: which of them a program takes, and their loads.
 
-No load or store of a tile touches rows of other sequences, because descriptors cut them off:
-each has two dimensions of rows, of the same stride. Rows are `BOX` at a time, the length of the
-inner one. To take ``there`` rows from `first` on, a box begins at ``first + there`` in the outer
-dimension and at ``BOX - there`` in the inner one, BOX rows before which the tensor's memory
-begins: its other rows are outside of the inner dimension. They load as 0 and aren't stored.
+No store of a tile touches rows of other sequences, because descriptors cut them off: each has two
+dimensions of rows, of the same stride. Rows are `BOX` at a time, the length of the inner one. To
+take ``there`` rows from `first` on, a box of a descriptor of stores or of pages begins at ``first
++ there`` in the outer dimension and at ``BOX - there`` in the inner one, BOX rows before which the
+tensor's memory begins: its other rows are outside of the inner dimension. They load as 0 and
+aren't stored.
+
+A descriptor of other loads begins with the tensor, and a box begins BOX rows earlier in the outer
+dimension: an H200 has faulted at loads whose descriptors begin before mapped memory. Only a
+sequence that ends within the tensor's first BOX rows is loaded together with rows behind it, which
+no result depends on.
 """
 
 from __future__ import annotations
@@ -182,10 +188,11 @@ def rows_there(first, end, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_bounded(descs, bufs, slot, full, h, first, end):
-    """Load rows from `first` on, and 0 from `end` on, into a slot of each part's buffers."""
+    """Load rows from `first` on, and 0 from `end` on, into a slot of each part's buffers; behind
+    an `end` that is within the tensor's first rows, any rows of it."""
     ROWS: gl.constexpr = bufs[0].shape[3]
-    there = rows_there(first, end, ROWS)
-    load_parts(descs, bufs, slot, full, h, first + there, ROWS - there)
+    outer = gl.maximum(first + rows_there(first, end, ROWS) - ROWS, 0)
+    load_parts(descs, bufs, slot, full, h, outer, first - outer)
 
 
 @gluon.jit
