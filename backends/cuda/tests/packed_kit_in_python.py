@@ -28,7 +28,7 @@ from anyflex.testing.cases import every_case
 from anyflex.testing.runner import run_case
 from anyflex.testing.selection import select
 from anyflex.testing.session import open_session
-from anyflex_cuda import forward_call, hopper_decode, hopper_forward, packed_tiles
+from anyflex_cuda import forward_call, hopper_decode, hopper_forward, packed_call, packed_tiles
 from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import sequences
 from anyflex_triton.building import Program
@@ -79,6 +79,7 @@ def main() -> int:
         posing("cuda"),
         mock.patch.object(Program, "launch", launched),
         mock.patch.object(forward_call, "cores", lambda device: 3),
+        mock.patch.object(packed_call, "UNPROVEN", None),
         open_session("cuda.python", "cpu", backend_class=InHalf) as session,
     ):
         for case in select(every_case(), globs=names):

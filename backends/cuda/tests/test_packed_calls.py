@@ -25,6 +25,12 @@ from anyflex_triton.building import FixedLaunch
 LENGTHS = (100, 0, 17, 900)
 
 
+@pytest.fixture(autouse=True)
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward takes sequences."""
+    monkeypatch.setattr("anyflex_cuda.packed_call.UNPROVEN", None)
+
+
 def launched(
     rows: int = 1,
     heads: tuple[int, int] = (32, 8),
@@ -139,7 +145,7 @@ def test_other_decoding_takes_the_portable_kernels(given: dict[str, Any]) -> Non
     ("given", "names"),
     [
         ({}, [FORWARD, DECODED, ADDED]),
-        ({"page": 0}, ["forward.forward_kernel"]),
+        ({"page": 0}, [FORWARD, DECODED, ADDED]),
         ({"page": 48}, [FORWARD, DECODED, ADDED]),
         ({"mask": by_head}, [FORWARD]),
         ({"dim": 192}, [FORWARD]),
@@ -154,6 +160,14 @@ def test_long_sequences_take_forward_where_it_takes_their_layout(
     given: dict[str, Any], names: list[str]
 ) -> None:
     assert names_of(launched(rows=20, **given)) == names
+
+
+def test_forward_takes_no_sequences_before_a_gpu_has_shown_that_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    assert names_of(launched(rows=20)) == ["forward.forward_kernel"]
+    assert names_of(launched(rows=1)) != PORTABLE
 
 
 def test_results_that_depend_on_the_batch_are_not_declared_otherwise() -> None:

@@ -170,7 +170,7 @@ def of_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made = importlib.import_module("anyflex.packed.row_blocks").static_row_blocks
     monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", made)
     monkeypatch.setattr(PackedDecode, "refusal", lambda decode, call: "forward is tested alone")
-    monkeypatch.setattr("anyflex_cuda.packed_call.PACKED_KEYS", None)
+    monkeypatch.setattr("anyflex_cuda.packed_call.UNPROVEN", None)
     yield
 
 

@@ -13,12 +13,12 @@ from anyflex_cuda.packed_decode_call import PackedDecode, short_rows
 from anyflex_cuda.packed_forward_call import PackedForward
 from anyflex_triton.building import Programs
 
-__all__ = ["PACKED_KEYS", "PackedCalls"]
+__all__ = ["UNPROVEN", "PackedCalls"]
 
 
-PACKED_KEYS: str | None = "packed keys: a call read outside of its memory on an H200"
-"""Why forward doesn't take sequences whose keys are packed: bench/results/h200_serving.md has the
-call. The cause isn't known; tests simulate such calls without this."""
+UNPROVEN: str | None = "sequences of more rows: a call read outside of its memory on an H200"
+"""Why forward takes no sequences: bench/results/h200_serving.md has the call. The cause isn't
+known, though calls over pages ran right; tests simulate calls without this."""
 
 
 class Route(NamedTuple):
@@ -96,8 +96,8 @@ class PackedCalls:
                 return Route(refused)
             fit = self._decode.fit(call)
             return Route(None, fit, False, fit.workspace)
-        if packed.page_table is None and PACKED_KEYS is not None:
-            return Route(PACKED_KEYS)
+        if UNPROVEN is not None:
+            return Route(UNPROVEN)
         reason = self._forward.refusal(call)
         if reason is not None:
             return Route(reason)

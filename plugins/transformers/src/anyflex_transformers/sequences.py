@@ -87,10 +87,11 @@ def _mask_mod(window: int | None) -> Any:
 
 
 class _Begun(NamedTuple):
-    """A step, and the layers that have used it."""
+    """A step, the offsets that it began with, their numbers on a CPU, and the layers that have
+    used it."""
 
     offsets: Offsets
-    versions: tuple[int, ...]
+    numbers: list[list[int]]
     layers: set[int]
     step: anyflex.Step
 
@@ -103,27 +104,26 @@ def _step(module: torch.nn.Module, offsets: Offsets) -> anyflex.Step:
 
     All layers of a forward get the same offsets, the same objects. A layer that comes again is in
     another forward, whose offsets may have been written in place since, or be another captured
-    graph's: a step begins again.
+    graph's: a step begins again. On a CPU other numbers begin one too; reading them elsewhere
+    would wait for the device.
     """
     global _latest
     if torch.compiler.is_compiling():
         return _packed(offsets).begin()
-    versions = tuple(
-        each._version
-        for each in offsets[:2]
-        if each is not None and not each.is_inference()  # without a version
-    )
+    numbers = [
+        each.tolist() for each in offsets[:2] if each is not None and each.device.type == "cpu"
+    ]
     layer = id(module)
     for begun in _latest:
         same = begun.offsets.q is offsets.q and begun.offsets.kv is offsets.kv
-        if not same or (begun.offsets[2:], begun.versions) != (offsets[2:], versions):
+        if not same or (begun.offsets[2:], begun.numbers) != (offsets[2:], numbers):
             continue
         if layer in begun.layers:
             break
         begun.layers.add(layer)
         return begun.step
     step = _packed(offsets).begin()
-    _latest = (_Begun(offsets, versions, {layer}, step), *_latest[: KEPT - 1])
+    _latest = (_Begun(offsets, numbers, {layer}, step), *_latest[: KEPT - 1])
     return step
 
 
