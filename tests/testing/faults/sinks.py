@@ -7,7 +7,8 @@ from tests.testing.faults.fault import Change, Fault
 __all__ = ["FAULTS"]
 
 SINKS = "sinks = call.sinks[:, None, None].expand(*call.query.shape[:3], 1)"
-WHOLE = "whole = total + torch.exp(sink - _finite_shift(maximum))"
+SHARE = "result * (total / (total + weight))"
+WEIGHT = "weight = torch.exp(tile.of_rows(sinks, kv_heads) - _finite_shift(maximum))"
 
 FAULTS = (
     Fault(
@@ -15,7 +16,7 @@ FAULTS = (
         "sinks are left out",
         case="sinks/forward",
         says="out is ",
-        changes=(Change("kernel.py", WHOLE, "whole = total"),),
+        changes=(Change("kernel.py", SHARE, "result"),),
     ),
     Fault(
         802,
@@ -29,7 +30,9 @@ FAULTS = (
         "a sink isn't relative to the row's maximum",
         case="sinks/forward",
         says="out is ",
-        changes=(Change("kernel.py", WHOLE, "whole = total + torch.exp(sink)"),),
+        changes=(
+            Change("kernel.py", WEIGHT, "weight = torch.exp(tile.of_rows(sinks, kv_heads))"),
+        ),
     ),
     Fault(
         804,
@@ -40,7 +43,7 @@ FAULTS = (
             Change(
                 "kernel.py",
                 "lse = _finite_shift(maximum) + total.log()",
-                "lse = _finite_shift(maximum) + whole.log()",
+                "lse = _finite_shift(maximum) + (total + weight).log()",
             ),
         ),
     ),

@@ -70,9 +70,6 @@ class ExampleKernel(Kernel):
     @torch.no_grad()
     def forward(self, call: Call, out: Outputs) -> None:
         kv_heads = call.key.shape[1]
-        sinks = None
-        if call.sinks is not None:
-            sinks = call.sinks[:, None, None].expand(*call.query.shape[:3], 1)
         for tile in tiles(call, self.keys_at_once):
             query = tile.of_rows(call.query, kv_heads).to(self.dtype)
             result = query.new_zeros((*query.shape[:4], call.value.shape[3]))
@@ -89,13 +86,13 @@ class ExampleKernel(Kernel):
                 total = total * factor + weights.sum(-1, keepdim=True)
                 result = result * factor + _product(weights, value, scores != -torch.inf)
                 maximum = higher
-            whole = total
-            if sinks is not None:
+            result = result / total.masked_fill(total == 0, 1)
+            if call.sinks is not None:
                 # lse leaves the sink out. In backward core has added it to lse.
-                sink = tile.of_rows(sinks, kv_heads)
-                weight = torch.exp(sink - _finite_shift(maximum))
-                whole = torch.where(total == 0, total, total + weight)  # dead rows, whatever it is
-            result = result / whole.masked_fill(whole == 0, 1)
+                sinks = call.sinks[:, None, None].expand(*call.query.shape[:3], 1)
+                weight = torch.exp(tile.of_rows(sinks, kv_heads) - _finite_shift(maximum))
+                # A dead row is 0 whatever its sink.
+                result = torch.where(total == 0, result, result * (total / (total + weight)))
             tile.of_rows(out.out, kv_heads).copy_(result)
             for unrounded in out.saved:
                 tile.of_rows(unrounded, kv_heads).copy_(result)
