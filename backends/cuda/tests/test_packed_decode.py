@@ -10,8 +10,7 @@ from gluon_in_python import Stuck
 from packed_decode_in_python import EDGES, Case, InPython, by_slot, check
 from scripts_beside import SOAK
 
-from anyflex.errors import PluginError
-from anyflex.plugin import isolated, register
+from anyflex.plugin import PluginError, isolated, register
 from anyflex.testing import posing
 
 CASES = [
