@@ -1,4 +1,4 @@
-"""Which calls of packed sequences take Hopper's kernels, without a GPU."""
+"""Routes of packed calls to Hopper's kernels, without a GPU."""
 
 from __future__ import annotations
 

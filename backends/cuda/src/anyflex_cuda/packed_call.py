@@ -1,5 +1,5 @@
-"""Which of Hopper's kernels take a call of packed sequences: decoding those of few query rows,
-forward the others."""
+"""Routes of packed calls: Hopper's kernels decode sequences of few query rows, forward takes the
+others."""
 
 from __future__ import annotations
 
