@@ -111,9 +111,8 @@ class Box:
 
 
 class FarBox(Box):
-    """A descriptor of any address and strides, of which only the elements that are loaded or
-    stored must be in the memory; and where a load has none, the place of its coordinates that are
-    inside: an H200 faults at others."""
+    """A descriptor of any strides, of which only the elements that are loaded or stored must be in
+    the memory; and its beginning and each box's first place: an H200 faults at others."""
 
     def __init__(
         self, memory: np.ndarray, first: int, sizes: Sequence[int], strides: Sequence[int],
@@ -121,6 +120,7 @@ class FarBox(Box):
     ) -> None:  # fmt: skip
         super().__init__(memory, shape, memory.itemsize)
         self.first, self.sizes, self.strides = first, sizes, strides
+        assert 0 <= first < memory.size, "outside of the memory"
 
     def _elements(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the places in memory of a box's elements, and which of them are there."""
@@ -131,15 +131,14 @@ class FarBox(Box):
             there = there & (axis >= 0) & (axis < size)
             places = places + axis * stride
         there, places = np.broadcast_to(there, self.shape), np.broadcast_to(places, self.shape)
+        inside = [a * (0 <= a < size) for a, size in zip(at, self.sizes, strict=True)]
+        place = self.first + sum(np.multiply(inside, self.strides))
+        assert 0 <= place < self.array.size, "outside of the memory"
         assert np.all((places >= 0) & (places < self.array.size) | ~there), "outside of the memory"
         return places, there
 
     def load(self, at: Sequence[int], memory: np.ndarray) -> None:
         places, there = self._elements(at)
-        if not there.any():
-            inside = [a * (0 <= a < size) for a, size in zip(at, self.sizes, strict=True)]
-            place = self.first + sum(np.multiply(inside, self.strides))
-            assert 0 <= place < self.array.size, "outside of the memory"
         memory[...] = np.where(there, self.array[np.where(there, places, 0)], 0.0)
 
     def store(self, at: Sequence[int], memory: np.ndarray) -> None:
@@ -713,13 +712,13 @@ def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
     pointers into their memory, in any order of dimensions."""
     given: dict[str, Any] = {}
     for name, value in values.items():
-        if hasattr(value, "block_shape") and hasattr(value.base, "tensor"):
-            tensor = value.base.tensor
+        if hasattr(value, "block_shape") and max(value.shape) >= 1 << 30:
+            tensor = value.base
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
             memory = tensor.as_strided((count,), (1,), 0).numpy()
-            first = tensor.storage_offset() - value.base.bytes // tensor.element_size()
-            box = FarBox(memory, first, value.shape, value.strides, value.block_shape)
-            given[name] = box
+            given[name] = FarBox(
+                memory, tensor.storage_offset(), value.shape, value.strides, value.block_shape
+            )
         elif hasattr(value, "block_shape"):
             array = value.base.numpy()
             strides = [stride * array.itemsize for stride in value.strides]

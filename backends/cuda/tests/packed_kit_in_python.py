@@ -25,7 +25,7 @@ from test_hopper_calls import CALLED as CALLED_BY_FORWARD
 from test_hopper_calls import MODS
 
 from anyflex.testing import posing
-from anyflex_cuda import forward_call, hopper_decode, hopper_forward, packed_call, packed_tiles
+from anyflex_cuda import forward_call, hopper_decode, hopper_forward, packed_tiles
 from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import sequences
 from anyflex_triton.building import Program
@@ -82,7 +82,6 @@ def main() -> int:
         posing("cuda"),
         mock.patch.object(Program, "launch", launched),
         mock.patch.object(forward_call, "cores", lambda device: 3),
-        mock.patch.object(packed_call, "UNPROVEN", None),
         open_session("cuda.python", "cpu", backend_class=InHalf) as session,
     ):
         for case in select(every_case(), globs=names):

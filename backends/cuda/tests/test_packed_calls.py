@@ -25,12 +25,6 @@ from anyflex_triton.building import FixedLaunch
 LENGTHS = (100, 0, 17, 900)
 
 
-@pytest.fixture(autouse=True)
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward takes sequences."""
-    monkeypatch.setattr("anyflex_cuda.packed_call.UNPROVEN", None)
-
-
 def launched(
     rows: int = 1,
     heads: tuple[int, int] = (32, 8),
@@ -160,14 +154,6 @@ def test_long_sequences_take_forward_where_it_takes_their_layout(
     given: dict[str, Any], names: list[str]
 ) -> None:
     assert names_of(launched(rows=20, **given)) == names
-
-
-def test_forward_takes_no_sequences_before_a_gpu_has_shown_that_it_may(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
-    assert names_of(launched(rows=20)) == ["forward.forward_kernel"]
-    assert names_of(launched(rows=1)) != PORTABLE
 
 
 def test_results_that_depend_on_the_batch_are_not_declared_otherwise() -> None:

@@ -302,7 +302,7 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
         rows = math.gcd(spec.page_size, tiles.block_n)
         for name, box in boxes.items():
             if name[0] in "kv":
-                boxes[name] = (1, 1, 1, rows, min(box[3], 64))
+                boxes[name] = (1, 1, rows, min(box[3], 64))
     return boxes
 
 

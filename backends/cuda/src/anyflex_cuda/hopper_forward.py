@@ -46,6 +46,7 @@ from anyflex_cuda.packed_tiles import (
     said_tile,
     say_tile,
     store_bounded,
+    store_first_rows,
     walked,
 )
 from anyflex_cuda.skip_unit_rescale import rescaled
@@ -336,16 +337,17 @@ def load_queries(descs, queries, ring, tile, step):
 
 
 @gluon.jit
-def load_keys(descs, bufs, slot, full, tile, numbers, first, end):
+def load_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows):
     """Load a step's keys, or values, into a slot of each part's buffers.
 
     Args:
-        numbers: from `page_numbers`, where keys are in pages.
+        numbers: from `page_numbers`, where keys are in pages; else None.
+        page_rows: of `LoadDescriptors`.
     """
     if tile.own is None:
         load_parts(descs, bufs, slot, full, tile.kv_b, tile.kv_head, first)
     else:
-        load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end)
+        load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows)
 
 
 @gluon.jit
@@ -363,12 +365,18 @@ def load_step(descs, queries, ring, step_words, tile, step, first, end, full):
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
     mbarrier.expect(ring.k_full.index(slot), ring.BLOCK_N * descs.D * 2)
-    load_keys(descs.k, ring.k_bufs, slot, ring.k_full.index(slot), tile, numbers, first, end)
+    load_keys(
+        descs.k, ring.k_bufs, slot, ring.k_full.index(slot), tile, numbers, first, end,
+        descs.k_page_rows,
+    )
     if step == tile.first_step:
         load_queries(descs, queries, ring, tile, step)
     mbarrier.wait(ring.v_empty.index(slot), phase)
     mbarrier.expect(ring.v_full.index(slot), ring.BLOCK_N * descs.DV * 2)
-    load_keys(descs.v, ring.v_bufs, slot, ring.v_full.index(slot), tile, numbers, first, end)
+    load_keys(
+        descs.v, ring.v_bufs, slot, ring.v_full.index(slot), tile, numbers, first, end,
+        descs.v_page_rows,
+    )
 
 
 @gluon.jit
@@ -863,7 +871,10 @@ def consume(call, ME: gl.constexpr):
             if own is None:
                 store_parts(outputs.o_descs, outputs.o_bufs, ME, b, h, first_row)
             elif first_row < end_row:
-                store_bounded(outputs.o_descs, outputs.o_bufs, ME, h, first_row, end_row)
+                if end_row < ROWS:
+                    store_first_rows(acc, call.tensors, h, first_row, end_row)
+                else:
+                    store_bounded(outputs.o_descs, outputs.o_bufs, ME, h, first_row, end_row)
             if WANT_REST:
                 if SHARES_ROOM:
                     tma.store_wait(0)
@@ -965,7 +976,15 @@ def forward_kernel(
         mbarrier.init(k_empty.index(s), count=CONSUMERS)
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
-    descs = LoadDescriptors(q=q_descs, k=k_descs, v=v_descs, D=D, DV=DV)
+    k_page_rows = None
+    v_page_rows = None
+    if PAGE > 0:
+        k_page_rows = gl.cast(k_strides[0] // k_strides[2], gl.int32)
+        v_page_rows = gl.cast(v_strides[0] // v_strides[2], gl.int32)
+    descs = LoadDescriptors(
+        q=q_descs, k=k_descs, v=v_descs, D=D, DV=DV, k_page_rows=k_page_rows,
+        v_page_rows=v_page_rows,
+    )
     queries = TileQueries(
         bufs=q_bufs, full=q_full, passed=passed, words=tile_words, own_words=own_words,
         CONSUMERS=CONSUMERS,

@@ -41,6 +41,8 @@ class LoadDescriptors:
 
     Attributes:
         D, DV: number of columns of all parts.
+        k_page_rows, v_page_rows: numbers of rows from a page to the next, where keys are in pages;
+            else None.
     """
 
     q: Any
@@ -48,6 +50,8 @@ class LoadDescriptors:
     v: Any
     D: Any
     DV: Any
+    k_page_rows: Any = None
+    v_page_rows: Any = None
 
 
 @record

@@ -13,12 +13,7 @@ from anyflex_cuda.packed_decode_call import PackedDecode, short_rows
 from anyflex_cuda.packed_forward_call import PackedForward
 from anyflex_triton.building import Programs
 
-__all__ = ["UNPROVEN", "PackedCalls"]
-
-
-UNPROVEN: str | None = "sequences of more rows: a call read outside of its memory on an H200"
-"""Why forward takes no sequences: bench/results/h200_serving.md has the call. The cause isn't
-known, though calls over pages ran right; tests simulate calls without this."""
+__all__ = ["PackedCalls"]
 
 
 class Route(NamedTuple):
@@ -96,8 +91,6 @@ class PackedCalls:
                 return Route(refused)
             fit = self._decode.fit(call)
             return Route(None, fit, False, fit.workspace)
-        if UNPROVEN is not None:
-            return Route(UNPROVEN)
         reason = self._forward.refusal(call)
         if reason is not None:
             return Route(reason)

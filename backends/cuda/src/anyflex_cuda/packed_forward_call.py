@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,7 +32,6 @@ from anyflex_triton.building import (
 
 __all__ = [
     "PackedForward",
-    "RowsBefore",
     "bounded_boxes",
     "tiles_of_packed",
 ]
@@ -43,54 +41,25 @@ _BLOCK = 128
 _PAGE_MULTIPLE = 16
 """Rows that a page's size is a multiple of: fewer don't fill the patterns of shared memory."""
 _FAR = 1 << 30
-"""Size of a descriptor's outer dimension of rows. No tensor has as many: the kernel cuts what it
-reads on the device to the tensor's rows, and the inner dimension does the rest."""
+"""Size of a descriptor's outer dimension of rows. No tensor that is taken has as many: the kernel
+cuts what it reads on the device to the tensor's rows, and the inner dimension does the rest."""
 _KEPT = 64
 """Maximum number of layouts of calls whose launches are kept."""
 
 Boxed = tuple[list[int], list[int], list[int]]
 
 
-class RowsBefore(NamedTuple):
-    """A tensor's address as a descriptor takes it, `bytes` before the tensor's memory begins: 0
-    but for stores and pages, see `packed_tiles`."""
-
-    tensor: Tensor
-    bytes: int
-
-    def data_ptr(self) -> int:
-        """Return the address."""
-        return self.tensor.data_ptr() - self.bytes
-
-
-def bounded_boxes(tensor: Tensor, box: tuple[int, ...], before: int) -> Boxed:
+def bounded_boxes(tensor: Tensor, box: tuple[int, ...]) -> Boxed:
     """Return the arguments of a descriptor of `packed_tiles` after its address.
 
     Args:
         tensor: [1, H, rows, dims], or a pool of pages [P, H, page, dims].
-        box: of `boxes_for`. One of five dimensions begins with a page.
-        before: rows from the address to the tensor's memory: those of a box, or 0.
+        box: of `boxes_for`.
     """
-    pages, heads, rows, dims = tensor.shape
-    page, head, row, _ = strides_of(tensor.shape, tensor.stride(), tensor.element_size())
-    # Without rows before, a box that is longer than the tensor isn't cut by its coordinates.
-    inner = before or min(box[-2], rows)
-    shape, strides = [heads, _FAR, inner, dims], [head, row, row, 1]
-    if len(box) == 5:
-        shape, strides = [pages, *shape], [page, *strides]
-    return shape, strides, list(box)
-
-
-class Laid(NamedTuple):
-    """Launch for calls of one layout.
-
-    Args:
-        launch: all but a call's own values.
-        before: for each tensor with descriptors, bytes from their address to its memory.
-    """
-
-    launch: FixedLaunch
-    before: Mapping[str, int]
+    _, heads, rows, dims = tensor.shape
+    _, head, row, _ = strides_of(tensor.shape, tensor.stride(), tensor.element_size())
+    # A box that is longer than the tensor isn't cut by its coordinates.
+    return [heads, _FAR, min(box[-2], rows), dims], [head, row, row, 1], list(box)
 
 
 def tiles_of_packed(spec: Spec) -> Tiles:
@@ -113,11 +82,18 @@ class PackedForward:
         self._made = made
         self._tiles = tiles_of_packed(made.spec)
         self._refused = _refused_spec(made.spec, self._tiles)
-        self._laid: dict[object, Laid] = {}
+        self._laid: dict[object, FixedLaunch] = {}
 
     def refusal(self, call: Call) -> str | None:
         """Return why a packed call takes the portable kernel, or None."""
-        return self._refused or refusal(call)
+        reason = self._refused or refusal(call)
+        if reason is not None:
+            return reason
+        for name in ("query", "key", "value"):
+            reason = _refused_rows(name, getattr(call, name))
+            if reason is not None:
+                return reason
+        return None
 
     def workspace(self, call: Call) -> tuple[TensorSpec, ...]:
         """Return the workspace of a call that isn't refused."""
@@ -159,7 +135,6 @@ class PackedForward:
             **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
             **output_values(out, result),
             **tensors,
-            **{_lowered(name): RowsBefore(tensors[name], n) for name, n in laid.before.items()},
             **call_sizes(call),
             "counter": result if counter is None else counter,
             "sequences": sequences_of(call, packed, self._tiles.block_m),
@@ -167,7 +142,7 @@ class PackedForward:
             "tiles": packed.blocks.shape[0],
             "head_group": made.head_group(call.query.shape[1], packed.max_kv),
         }
-        laid.launch.run(call.query.device, values)
+        laid.run(call.query.device, values)
 
     def _grid(self, call: Call) -> tuple[int, int]:
         """Return the number of tiles that a call may have, and the number of programs."""
@@ -190,23 +165,24 @@ def _refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     return refused_spec(spec, tiles)
 
 
+def _refused_rows(name: str, tensor: Tensor) -> str | None:
+    """Return why a tensor of a call has no descriptor, or None."""
+    pages, _, rows, _ = tensor.shape
+    page, _, row, _ = strides_of(tensor.shape, tensor.stride(), tensor.element_size())
+    if pages > 1 and page % row:
+        return f"pages of {name} of {page} elements, which aren't a multiple of a row's {row}"
+    if (pages - 1) * (page // row) + rows >= _FAR:
+        return f"{name} of 2^30 rows"
+    return None
+
+
 def _laid(
     program: Program, programs: int, tensors: Mapping[str, Tensor],
     boxes: Mapping[str, tuple[int, ...]],
-) -> Laid:  # fmt: skip
+) -> FixedLaunch:  # fmt: skip
     fixed: dict[str, object] = {f"{t[0]}_strides": x.stride()[:3] for t, x in tensors.items()}
-    before, described = {}, {}
     for name, box in boxes.items():
-        tensor = DESCRIBED[name]
-        if tensor in tensors:
-            # Stores and pages: see `packed_tiles`.
-            rows = box[-2] if tensor == "out" or len(box) == 5 else 0
-            _, strides, _ = fixed[name] = bounded_boxes(tensors[tensor], box, rows)
-            before[tensor] = rows * strides[-2] * tensors[tensor].element_size()
-            described[name] = _lowered(tensor)
-    return Laid(FixedLaunch(program, programs, fixed, described), before)
-
-
-def _lowered(tensor: str) -> str:
-    """Return the name of a tensor's address for descriptors."""
-    return f"{tensor}_rows_before"
+        tensor = tensors.get(DESCRIBED[name])
+        if tensor is not None:
+            fixed[name] = bounded_boxes(tensor, box)
+    return FixedLaunch(program, programs, fixed, DESCRIBED)

@@ -2,15 +2,14 @@
 
 No store of a tile touches rows of other sequences, because descriptors cut them off: each has two
 dimensions of rows, of the same stride. Rows are `BOX` at a time, the length of the inner one. To
-take ``there`` rows from `first` on, a box of a descriptor of stores or of pages begins at ``first
-+ there`` in the outer dimension and at ``BOX - there`` in the inner one, BOX rows before which the
-tensor's memory begins: its other rows are outside of the inner dimension. They load as 0 and
-aren't stored.
+take ``there`` rows from `first` on, a box begins at ``first + there - BOX`` in the outer dimension
+and at ``BOX - there`` in the inner one: its other rows are outside of the inner dimension. They
+load as 0 and aren't stored. The rows of a pool of pages are numbered through, from page to page.
 
-A descriptor of other loads begins with the tensor, and a box begins BOX rows earlier in the outer
-dimension: an H200 has faulted at loads whose descriptors begin before mapped memory. Only a
-sequence that ends within the tensor's first BOX rows is loaded together with rows behind it, which
-no result depends on.
+That number of an outer row would be negative in a sequence that ends within the tensor's first BOX
+rows. It is loaded together with rows behind it, which no result depends on, and stored by
+pointers. A descriptor that begins BOX rows before the tensor would need neither, but where that
+isn't mapped memory an H200 faults at loads of all its boxes.
 """
 
 from __future__ import annotations
@@ -20,8 +19,15 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from anyflex_cuda.nonfinite_rows import place_of
 from anyflex_cuda.smem_mailbox import WORDS, said, say
-from anyflex_cuda.split_tiles import load_box, load_parts, reinterpret, store_parts
+from anyflex_cuda.split_tiles import (
+    layout_of_products,
+    load_box,
+    load_parts,
+    reinterpret,
+    store_parts,
+)
 from anyflex_triton.device_functions import (
     SequenceTile,
     record,
@@ -39,6 +45,7 @@ __all__ = [
     "said_tile",
     "say_tile",
     "store_bounded",
+    "store_first_rows",
     "walked",
 ]
 
@@ -197,17 +204,32 @@ def load_bounded(descs, bufs, slot, full, h, first, end):
 
 @gluon.jit
 def store_bounded(descs, bufs, ME: gl.constexpr, h, first, end):
-    """Store rows from `first` on and before `end`, asynchronously."""
+    """Store rows from `first` on and before `end`, asynchronously. `end` isn't within the tensor's
+    first rows: see `store_first_rows`."""
     ROWS: gl.constexpr = bufs[0].shape[3]
     there = rows_there(first, end, ROWS)
-    store_parts(descs, bufs, ME, h, first + there, ROWS - there)
+    store_parts(descs, bufs, ME, h, first + there - ROWS, ROWS - there)
+
+
+@gluon.jit
+def store_first_rows(acc, tensors, h, first, end):
+    """Store rows of `PointedTensors.out` from `first` on and before `end`, by pointers."""
+    for p in gl.static_range(len(acc)):
+        LAYOUT: gl.constexpr = layout_of_products(acc[p].shape[1])
+        ROWS: gl.constexpr = acc[p].shape[0]
+        rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        columns = gl.arange(0, acc[p].shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        columns = gl.expand_dims(p * acc[0].shape[1] + columns, 0)
+        at = place_of(tensors.o_strides, 0, h) + rows * tensors.o_strides[2] + columns
+        there = (rows < end) & (columns < tensors.VALUE_DIM)
+        gl.store(tensors.out + at, acc[p].to(tensors.out.dtype.element_ty), mask=there)
 
 
 @gluon.jit
 def page_numbers(pages, first, end, descs, ROWS: gl.constexpr):
     """Return the numbers of the pages of each box of a step's ROWS keys: a tuple. What the table
     has beyond `end` isn't followed, and all are inside of the pool."""
-    BOX: gl.constexpr = descs[0].block_shape[3]
+    BOX: gl.constexpr = descs[0].block_shape[2]
     numbers = descs[:0]
     for i in gl.static_range(ROWS // BOX):
         key = first + i * BOX
@@ -218,59 +240,65 @@ def page_numbers(pages, first, end, descs, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_part_of_pages(
-    desc, buf, slot, full, kv_head, numbers, first, end, first_column: gl.constexpr,
-    PAGE: gl.constexpr,
+    desc, buf, slot, full, kv_head, numbers, first, end, page_rows,
+    first_column: gl.constexpr, PAGE: gl.constexpr,
 ):
     """Load one part's columns for `load_pages`."""
-    BOX: gl.constexpr = desc.block_shape[3]
-    WIDTH: gl.constexpr = desc.block_shape[4]
+    BOX: gl.constexpr = desc.block_shape[2]
+    WIDTH: gl.constexpr = desc.block_shape[3]
     BOXES: gl.constexpr = buf.shape[3] // BOX
     BESIDE: gl.constexpr = buf.shape[4] // WIDTH
-    SHAPE: gl.constexpr = [buf.shape[0] * BESIDE * BOXES, 1, 1, 1, BOX, WIDTH]
+    SHAPE: gl.constexpr = [buf.shape[0] * BESIDE * BOXES, 1, 1, BOX, WIDTH]
     DTYPE: gl.constexpr = desc.dtype
     LAYOUT: gl.constexpr = desc.layout
     pieces = reinterpret(buf, DTYPE, SHAPE, LAYOUT)
     for i in gl.static_range(BOXES):
         key = first + i * BOX
         there = rows_there(key, end, BOX)
-        row = key % PAGE + there
+        row = numbers[i] * page_rows + key % PAGE
+        outer = gl.maximum(row + there - BOX, 0)
+        inner = row - outer
         if i > 0:
-            # The address of a box without rows, by its outer dimensions alone, must be in the
-            # tensor too: an H200 faults at others.
-            row = gl.where(there > 0, row, BOX)
+            inner = gl.where(there > 0, inner, BOX)
         for c in gl.static_range(BESIDE):
-            at = [numbers[i], kv_head, row, BOX - there, first_column + c * WIDTH]
+            at = [kv_head, outer, inner, first_column + c * WIDTH]
             load_box(desc, at, full, pieces.index((slot * BESIDE + c) * BOXES + i))
 
 
 @gluon.jit
-def load_pages(descs, bufs, slot, full, kv_head, numbers, first, end, PAGE: gl.constexpr):
+def load_pages(
+    descs, bufs, slot, full, kv_head, numbers, first, end, page_rows, PAGE: gl.constexpr
+):
     """Load keys from `first` on, and 0 from `end` on, into a slot of each part's buffers, which
     hold 64 columns of all rows after the other.
 
     Args:
         numbers: from `page_numbers`.
+        page_rows: number of rows from a page to the next.
     """
     for p in gl.static_range(len(bufs)):
         load_part_of_pages(
-            descs[p], bufs[p], slot, full, kv_head, numbers, first, end, p * bufs[0].shape[4],
-            PAGE,
+            descs[p], bufs[p], slot, full, kv_head, numbers, first, end, page_rows,
+            p * bufs[0].shape[4], PAGE,
         )
 
 
 @gluon.jit
-def load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end):
+def load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows):
     """Load a step's keys, or values, of a tile's sequence into a slot of each part's buffers.
 
     Args:
         tile: `hopper_forward.LoadedTile`.
-        numbers: from `page_numbers`; None for packed keys.
+        numbers: from `page_numbers`; None for packed keys, as `page_rows` of `load_pages`.
     """
     if tile.pages is None:
         begin = tile.own.kv_begin
         load_bounded(descs, bufs, slot, full, tile.kv_head, begin + first, begin + end)
     else:
-        load_pages(descs, bufs, slot, full, tile.kv_head, numbers, first, end, tile.pages.SIZE)
+        load_pages(
+            descs, bufs, slot, full, tile.kv_head, numbers, first, end, page_rows,
+            tile.pages.SIZE,
+        )
 
 
 @gluon.jit
@@ -291,7 +319,7 @@ def paged_buffers(descs, ROOMS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexp
     if len(descs) == 1:
         return (paged_buffer(descs[0], ROOMS, ROWS, D),)
     else:
-        SECOND: gl.constexpr = descs[1].block_shape[4]
+        SECOND: gl.constexpr = descs[1].block_shape[3]
         return (
             paged_buffer(descs[0], ROOMS, ROWS, D - SECOND),
             paged_buffer(descs[1], ROOMS, ROWS, SECOND),
