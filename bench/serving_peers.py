@@ -117,7 +117,7 @@ def flash3(given: Problem) -> Begin:
         torch.ops._vllm_fa3_C.fwd(
             given.query, key, value, none, none, none, out, given.q_offsets, kv_offsets, none,
             none, kv_lengths, given.max_q, given.max_kv, given.table, none, none, none, none, none,
-            none, none, none, none, scale, True, *window, cap, True, none, 0, none, 0, none, 1, 0,
+            none, none, none, scale, True, *window, cap, True, none, 0, none, 0, none, 1, 0,
             none,
         )  # fmt: skip
         return out

@@ -35,8 +35,10 @@ class RowTables(NamedTuple):
 def row_owners(packed: Packed, rows: int) -> tuple[Tensor, Tensor]:
     """Return the numbers of query rows, int32 [T], and of their sequences; N for padding rows."""
     row = torch.arange(rows, dtype=torch.int32, device=packed.device)
-    ends = packed.q_offsets[1:].contiguous()
-    return row, torch.searchsorted(ends, row, right=True, out_int32=True)
+    # All offsets, because Inductor of torch 2.11 reads a slice's boundaries from its base's first
+    # element on, where it compiles for GPUs.
+    offsets = packed.q_offsets.contiguous()
+    return row, torch.searchsorted(offsets, row, right=True, out_int32=True) - 1
 
 
 def row_tables(packed: Packed, rows: int, kv_begins: Tensor, keys: int) -> RowTables:
