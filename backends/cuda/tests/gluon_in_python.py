@@ -408,6 +408,11 @@ class Device:
         self._stores("met").extend(self._stores("own"))
         self._stores("own").clear()
 
+    def debug_barrier(self) -> None:
+        """Barrier of a kernel without partitions, whose threads read what others have stored."""
+        self.thread_barrier()
+        self._show_stores()
+
     def _show_stores(self, kind: str = "met") -> None:
         """Make this partition's stores visible to other programs."""
         for array, at, x in self._stores(kind):
@@ -651,12 +656,12 @@ class Device:
             split=lambda x: (x[..., 0], x[..., 1]), join=lambda x, y: tile(np.stack([x, y], -1)),
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
-            arange=lambda a, b, layout: tile(np.arange(a, b)),
+            arange=lambda a, b, layout=None: tile(np.arange(a, b)),
             full=lambda shape, x, dtype, layout=None: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
             convert_layout=lambda x, layout, **_: x, cast=lambda x, dtype: x,
             max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
-            associative_scan=scan,
+            associative_scan=scan, cumsum=plain(np.cumsum),
             reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
             minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
             exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
@@ -664,7 +669,8 @@ class Device:
             load=self.load, store=self.store, atomic_add=self.atomic_add,
             atomic_cas=self.atomic_cas, allocate_shared_memory=shared,
             inline_asm_elementwise=self.assembly,
-            thread_barrier=self.thread_barrier, warp_specialize=self.warp_specialize,
+            thread_barrier=self.thread_barrier, debug_barrier=self.debug_barrier,
+            warp_specialize=self.warp_specialize,
             NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",

@@ -7,6 +7,7 @@ NaN and infinity; ids of pages past a length are garbage.
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import sys
@@ -35,6 +36,7 @@ from anyflex_cuda import (
     hopper_decode,
     hopper_forward,
     packed_decode_call,
+    packed_steps,
     packed_tiles,
 )
 from anyflex_cuda.gluon_launch import GluonProgram
@@ -150,6 +152,10 @@ def in_python(
 ) -> None:  # fmt: skip
     given: dict[str, Any] = {**program.constants}
     given |= in_numpy({name: values[name] for name in program.types})
+    if program.function is packed_steps.share_kernel:
+        own = changed if changed[0] in inspect.getsource(packed_steps) else ("", "")
+        run_kernel(packed_steps, "share_kernel", grid, given, seed, own, CALLED[:3])
+        return
     if program.function.__name__ == "forward_kernel":
         for name in MODS:
             if given[name] is not None:
@@ -225,7 +231,7 @@ def outputs(
         program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
     ) -> None:
         names.append(program.function.__name__)
-        if isinstance(program, GluonProgram):
+        if isinstance(program, GluonProgram) or program.function is packed_steps.share_kernel:
             in_python(case, program, grid, values, changed, seed)
         else:
             launch(program, grid, device, values)
@@ -263,7 +269,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
         ours, names = outputs(case, "cuda.python", changed, seed)
     longest = max(rows for rows, _ in case.lengths)
     others = ("forward_kernel",) if longest > 64 * case.heads[1] // case.heads[0] else ()
-    steps = () if case.mask is None else ("list_kernel",)
+    steps = ("share_kernel",) if case.mask is None else ("list_kernel", "share_kernel")
     sums = () if case.most_added else ("combine_kernel",)
     assert tuple(names) == (*others, *steps, "decode_kernel", *sums), names
     wanted, _ = outputs(case, "reference")

@@ -18,13 +18,14 @@ from anyflex_cuda import (
     hopper_decode,
     hopper_forward,
     hopper_wide_backward,
+    packed_steps,
 )
 from anyflex_cuda.kernel_arguments import ARGUMENTS
 from anyflex_triton import kernel_arguments as portable
 
 MODULES = (
     hopper_forward, blackwell_forward, hopper_backward, hopper_wide_backward, hopper_decode,
-    backward_rows, decode_steps, decode_sums,
+    backward_rows, decode_steps, decode_sums, packed_steps,
 )  # fmt: skip
 ENTRIES: list[Any] = [
     kernel

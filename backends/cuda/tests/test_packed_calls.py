@@ -73,15 +73,17 @@ def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 DECODED = "hopper_decode.decode_kernel"
 ADDED = "decode_sums.combine_kernel"
-LISTED = ["packed_steps.list_kernel", DECODED]
+SHARED = ["packed_steps.share_kernel", DECODED]
+LISTED = ["packed_steps.list_kernel", *SHARED]
 FORWARD = "hopper_forward.forward_kernel"
 PORTABLE = ["decode.decode_kernel", "decode.combine_kernel"]
 
 
 @pytest.mark.parametrize("page", [0, 16, 48, 64, 256])
-def test_decoding_is_one_launch_whose_grid_no_length_decides(page: int) -> None:
-    ((program, grid, values),) = launched(page=page)
-    assert names_of([(program, grid, values)]) == [DECODED]
+def test_no_length_decides_the_grids_of_decoding(page: int) -> None:
+    launches = launched(page=page)
+    assert names_of(launches) == SHARED and launches[0][1] == 1
+    program, grid, values = launches[1]
     assert grid == 2 * 132 and program.constants["PLAN"] == NONE.value
     assert program.constants["ALONE"] and program.constants["ADDS"]
     # Boxes of whole steps where a page has them, else as wide as the swizzle.
@@ -90,24 +92,44 @@ def test_decoding_is_one_launch_whose_grid_no_length_decides(page: int) -> None:
     assert (values["batch"], values["most"], values["most_rows"]) == (4, 15, 1)
 
 
+def test_the_layers_of_a_step_share_its_shares() -> None:
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    batch = anyflex.Packed(
+        torch.arange(5, dtype=torch.int32),
+        lengths,
+        page_table=torch.zeros(4, 15, dtype=torch.int32),
+    )
+    (query,) = drawn((4, 32, 128), dtype=torch.bfloat16)
+    pools = drawn((70, 8, 64, 128), (70, 8, 64, 128), dtype=torch.bfloat16)
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launches:
+            step = batch.begin()
+            for mask in (None, causal, None, causal):
+                anyflex.flex_attention_packed(
+                    query, *pools, step, mask_mod=mask, enable_gqa=True, backend="cuda"
+                )
+    assert names_of(launches) == [*SHARED, *LISTED, DECODED, DECODED]
+
+
 def test_a_mask_s_steps_are_listed_before_and_many_parts_added_up_after() -> None:
     launches = launched(mask=causal)
     assert names_of(launches) == LISTED
-    assert [grid for _, grid, _ in launches] == [4, 264]
-    assert launches[1][0].constants["PLAN"] == EACH.value
+    assert [grid for _, grid, _ in launches] == [4, 1, 264]
+    assert launches[2][0].constants["PLAN"] == EACH.value
     launches = launched(mask=causal, heads=(16, 1))
     assert names_of(launches) == [*LISTED, ADDED]
-    assert launches[2][1] == 4 * 16
+    assert launches[3][1] == 4 * 16
 
 
 @pytest.mark.parametrize(
     ("heads", "rows", "names"),
     [
-        ((32, 8), 4, [DECODED]),
-        ((32, 8), 16, [DECODED, ADDED]),
+        ((32, 8), 4, SHARED),
+        ((32, 8), 16, [*SHARED, ADDED]),
         # Shorter sequences may be beside these.
-        ((32, 8), 17, [FORWARD, DECODED, ADDED]),
-        ((64, 1), 1, [DECODED, ADDED]),
+        ((32, 8), 17, [FORWARD, *SHARED, ADDED]),
+        ((64, 1), 1, [*SHARED, ADDED]),
         ((128, 1), 1, ["forward.forward_kernel"]),
         ((128, 1), 2, [FORWARD]),
     ],
@@ -138,9 +160,9 @@ def test_other_decoding_takes_the_portable_kernels(given: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({}, [FORWARD, DECODED, ADDED]),
-        ({"page": 0}, [FORWARD, DECODED, ADDED]),
-        ({"page": 48}, [FORWARD, DECODED, ADDED]),
+        ({}, [FORWARD, *SHARED, ADDED]),
+        ({"page": 0}, [FORWARD, *SHARED, ADDED]),
+        ({"page": 48}, [FORWARD, *SHARED, ADDED]),
         ({"mask": by_head}, [FORWARD]),
         ({"dim": 192}, [FORWARD]),
         ({"page": 8}, ["forward.forward_kernel"]),
@@ -177,11 +199,12 @@ def test_launches_are_of_one_device(taker: type[Any]) -> None:
     arguments[at] = copy.copy(arguments[at])
     arguments[at].query = arguments[at].query.to("meta")
     kept = self._laid if taker is PackedForward else self._kept
-    assert len(kept) == 1
+    before = len(kept)
     with (
         mock.patch.object(forward_call, "cores", lambda device: 132),
         mock.patch.object(FixedLaunch, "run"),
         mock.patch.object(packed_decode_call, "launch_all"),
     ):
         launch(self, *arguments)
-    assert len(kept) == 2
+    # The shares are the step's, which is of one device.
+    assert len(kept) == before + 1

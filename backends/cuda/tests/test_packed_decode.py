@@ -41,8 +41,10 @@ PIECES = [
     ("base += gl.cast(page, gl.int64) * strides[0]", "pass"),
     ("gl.cast(first % plan.PAGE - first, gl.int64) * strides[2]", "0"),
     ("if call.ALONE:", "if False:"),
-    ("while (start + count) * plan.kv_heads <= at:", "if (start + count) * plan.kv_heads <= at:"),
-    ("start += count", "pass"),
+    ("while end * plan.kv_heads <= at:", "if end * plan.kv_heads <= at:"),
+    ("before = end\n", "pass\n"),
+    ("before += tl.sum(steps, 0)", "pass"),
+    ("tl.where(s < count, steps, 0)", "steps"),
     ("place * (outputs.GROUP * outputs.most_rows) + rows, there",
      "place * (outputs.GROUP * unit.rows) + rows, there"),
     ("gl.where(part.first_step == 0, 1, 0)", "0"),
@@ -75,7 +77,7 @@ def test_stale_rows_behind_a_sequence_s_keys_are_computed_once(case: Case) -> No
 
 
 def test_any_number_of_sequences_is_counted() -> None:
-    few_lanes = ("LANES: gl.constexpr = 256", "LANES: gl.constexpr = 4")
+    few_lanes = ("_LANES = tl.constexpr(256)", "_LANES = tl.constexpr(4)")
     with isolated(), posing("cuda"):
         register("cuda.python", InPython)
         for case in CASES[:3]:

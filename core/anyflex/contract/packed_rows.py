@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
+
+from anyflex.tensors.derived_forms import DerivedForms
 
 __all__ = ["PackedRows"]
 
 
-class PackedRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PackedRows(DerivedForms):
     """Sequences of a call whose spec has ``q_layout="packed"``. Tensors are int32, contiguous (but
     for the rows of a page table) and on the call's device.
 
@@ -17,6 +20,9 @@ class PackedRows(NamedTuple):
     ``b = slots[i]``, ``q_idx = q_starts[i] + row`` and ``kv_idx`` from 0 to ``kv_lengths[i] - 1``.
     Rows from ``q_offsets[N]`` on have out 0, lse and max_scores -inf. Nothing but its keys reaches
     a sequence's results, whatever bits other memory holds.
+
+    The layers of a step are called with one object: what a kernel finds from these numbers alone
+    it may keep there by `once`, made in the order of the stream. Other numbers come as another.
 
     A block mask has a row of blocks for each entry of `blocks`; its kv blocks count in each
     sequence's own keys.

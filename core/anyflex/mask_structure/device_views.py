@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,15 +22,15 @@ from anyflex.mask_structure.runs import (
     unpack_rows,
 )
 from anyflex.mask_structure.to_index_lists import IndexLists, list_blocks
+from anyflex.tensors.derived_forms import DerivedForms
 
 __all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "packed_views"]
 
-Form = TypeVar("Form")
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class MaskViews:
+class MaskViews(DerivedForms):
     """Which blocks are visited, and how. Derived forms are made once and kept; thread-safe.
 
     Deriving one reads the runs on the host: under a device graph's capture derive it before.
@@ -57,8 +55,6 @@ class MaskViews:
     block_size: tuple[int, int]
     # Kept, because each call asks for it and torch makes a new object each time.
     shape: tuple[int, ...] = field(init=False, repr=False)
-    _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
-    _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.offsets.shape))
@@ -126,22 +122,6 @@ class MaskViews:
     def dense(self) -> Tensor:
         """Return int8 [B', H', Qb, Kb]: 0 not visited, 1 FULL, 2 PARTIAL. Kept: don't write."""
         return self.once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
-
-    def once(self, name: object, kind: type[Form], make: Callable[[], Form]) -> Form:
-        """Return the form that `make` derives of these views, made once and kept with them.
-
-        Args:
-            name: tells forms apart. A backend's own begins with its package's name.
-            kind: what `make` returns.
-        """
-        found = self._derived.get(name)
-        if found is None:
-            with self._lock:
-                found = self._derived.get(name)
-                if found is None:
-                    found = self._derived[name] = make()
-        assert isinstance(found, kind)
-        return found
 
     def newest(self, name: object, key: object, make: Callable[[], MaskViews]) -> MaskViews:
         """Return the views that `make` makes for this key; of those of one name only the newest

@@ -304,7 +304,7 @@ class _Watch:
         named |= {f"captured tensor {i}": tensor for i, tensor in enumerate(call.captured)}
         named["sinks"] = call.sinks
         if call.packed is not None:
-            rows = call.packed._asdict()
+            rows = vars(call.packed)
             named |= {name: each for name, each in rows.items() if isinstance(each, Tensor)}
         if call.mask is not None:
             columns = call.mask.transposed()

@@ -53,14 +53,13 @@ from anyflex_cuda.nonfinite_rows import (
     seen_nonfinite,
 )
 from anyflex_cuda.packed_steps import (
+    SHARE_WORDS,
     KeyPlaces,
     key_places,
     lists_place,
     page_at,
-    programs_and_groups,
     rows_of_sequence,
-    share_of_live,
-    steps_of_sequences,
+    shares_place,
 )
 from anyflex_cuda.smem_mailbox import said, say
 from anyflex_cuda.split_tiles import ROWS, load_box, reinterpret
@@ -84,15 +83,14 @@ class StepPlan:
     """The call's steps: arguments of `decode_kernel`.
 
     Attributes:
-        steps: the mask's steps, stored behind `edges`: see `decode_steps.steps_kernel`, or
-            `packed_steps.list_kernel`, which also writes `counts`.
+        edges: see `decode_steps.steps_kernel`, or of a packed call `packed_steps.share_kernel`.
+        steps: the mask's steps, stored behind them, or by `packed_steps.list_kernel`.
         sequences: of a packed call, as in `anyflex_triton.kernel_arguments`; or None.
         most_rows: number of query rows of a unit's head; of a packed call the maximum.
     """
 
     edges: Any
     steps: Any
-    counts: Any
     sequences: Any
     batch: Any
     kv_heads: Any
@@ -114,8 +112,7 @@ class Share:
     Attributes:
         at, end: numbers of its first step and of the end.
         total: number of all steps. programs, groups: arguments of `decode_steps.share_of`.
-        b, start: of a packed call, the sequence of the first step, and the number of steps of one
-            head of all earlier ones.
+        b: of a packed call, the sequence of the first step.
         nobodys: the first query row that belongs to no sequence.
     """
 
@@ -125,7 +122,6 @@ class Share:
     programs: Any
     groups: Any
     b: Any
-    start: Any
     nobodys: Any
 
 
@@ -242,98 +238,25 @@ WORDS = gl.constexpr(2)
 # Shared by producer and consumer
 
 @gluon.jit
-def plus(x, y):
-    """Return the sum."""
-    return x + y
-
-
-@gluon.jit
-def steps_at(plan, s):
-    """Return the numbers of steps of a sequence's units, or of several sequences'."""
-    return steps_of_sequences(
-        plan.sequences, plan.counts, s, plan.q_length, plan.most_rows, plan.PLAN != NONE,
-        plan.PAGE, plan.BLOCK_N,
-    )
-
-
-@gluon.jit
-def steps_of_lanes(plan, s):
-    """Return the numbers of steps of sequences `s`, 0 of those that there aren't."""
-    count = plan.sequences[8]
-    return gl.where(s < count, steps_at(plan, gl.minimum(s, count - 1)), 0)
-
-
-@gluon.jit
-def passed_sequences(plan, s, steps, before, at, ADDS: gl.constexpr):
-    """Return how many of the sequences `s` end before step `at`, the number of steps of one head
-    of these, and that of all of `s`.
-
-    Args:
-        steps: from `steps_of_lanes`. before: number of steps of all earlier sequences.
-        ADDS: if False, the first program writes `edges`.
-    """
-    ends = before + gl.associative_scan(steps, 0, plus)
-    there = s < plan.sequences[8]
-    if not ADDS:
-        gl.store(plan.edges + 1 + s, ends, mask=there & (gl.program_id(0) == 0))
-    passed = (ends * plan.kv_heads <= at) & there
-    return (
-        gl.sum(passed.to(gl.int32), 0), gl.sum(gl.where(passed, steps, 0), 0), gl.sum(steps, 0),
-    )
-
-
-@gluon.jit
-def share_of_program(plan, ADDS: gl.constexpr, WARPS: gl.constexpr):
-    """Return this program's `Share`, found by WARPS warps.
-
-    Args:
-        ADDS: if False, another kernel adds up parts, and of a packed call the first program writes
-            `edges` for it.
-    """
+def share_of_program(plan):
+    """Return this program's `Share`."""
     program = gl.program_id(0)
     if plan.sequences is None:
         total = total_steps(plan.edges, plan.batch, plan.kv_heads, plan.unit_steps, plan.PLAN)
         at, end = share_of(program, gl.num_programs(0), total, plan.groups)
         return Share(
             at=at, end=end, total=total, programs=gl.num_programs(0), groups=plan.groups,
-            b=gl.to_tensor(0), start=gl.to_tensor(0), nobodys=None,
+            b=gl.to_tensor(0), nobodys=None,
         )
     else:
-        # All warps have all sequences, so that sums need no barriers.
-        LANES: gl.constexpr = 256
-        LAYOUT: gl.constexpr = gl.BlockedLayout([LANES // 32], [32], [WARPS], [0])
-        lanes = gl.arange(0, LANES, layout=LAYOUT)
-        count = plan.sequences[8]
+        count = plan.batch
+        place = plan.edges + shares_place(count) + program * SHARE_WORDS
         nobodys = gl.load(plan.sequences[1] + count)
-        # Most calls have no more sequences than these.
-        first_steps = steps_of_lanes(plan, lanes)
-        total = gl.sum(first_steps, 0)
-        units = gl.sum((first_steps > 0).to(gl.int32), 0)
-        most = gl.max(first_steps, 0)
-        for first in range(LANES, count, LANES):
-            steps = steps_of_lanes(plan, first + lanes)
-            total += gl.sum(steps, 0)
-            units += gl.sum((steps > 0).to(gl.int32), 0)
-            most = gl.maximum(most, gl.max(steps, 0))
-        total *= plan.kv_heads
-        programs, groups = programs_and_groups(
-            units * plan.kv_heads, most, total, gl.num_programs(0),
-        )
-        at, end = share_of_live(program, programs, total, groups)
-        b, start, before = passed_sequences(plan, lanes, first_steps, 0, at, ADDS)
-        for first in range(LANES, count, LANES):
-            s = first + lanes
-            more = passed_sequences(plan, s, steps_of_lanes(plan, s), before, at, ADDS)
-            b += more[0]
-            start += more[1]
-            before += more[2]
-        if not ADDS and program == 0:
-            gl.store(plan.edges, 0)
-            gl.store(plan.edges + count + 1, programs)
-            gl.store(plan.edges + count + 2, groups)
         return Share(
-            at=at, end=end, total=total, programs=programs, groups=groups, b=b, start=start,
-            nobodys=gl.minimum(gl.maximum(nobodys, 0), plan.q_length),
+            at=gl.load(place), end=gl.load(place + 1),
+            total=gl.load(plan.edges + count) * plan.kv_heads,
+            programs=gl.load(plan.edges + count + 1), groups=gl.load(plan.edges + count + 2),
+            b=gl.load(place + 2), nobodys=gl.minimum(gl.maximum(nobodys, 0), plan.q_length),
         )
 
 
@@ -367,25 +290,27 @@ def unit_at(at, plan, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def unit_after(at, b, start, plan, WARPS: gl.constexpr):
-    """Return (b, start, KV head, step within the unit, number of the unit's steps) of step `at`.
+def unit_after(at, b, plan, WARPS: gl.constexpr):
+    """Return (b, KV head, step within the unit, number of the unit's steps) of step `at`.
 
     Args:
-        b, start: of a packed call those of a step before, or of this one; see `Share`.
+        b: of a packed call that of a step before, or of this one.
         WARPS: number of the caller's warps.
     """
     if plan.sequences is None:
         b, kv_head, i, count = unit_at(at, plan, WARPS)
     else:
-        count = steps_at(plan, b)
-        while (start + count) * plan.kv_heads <= at:
+        before = gl.load(plan.edges + b)
+        end = gl.load(plan.edges + b + 1)
+        while end * plan.kv_heads <= at:
             b += 1
-            start += count
-            count = steps_at(plan, b)
-        rest = at - start * plan.kv_heads
+            before = end
+            end = gl.load(plan.edges + b + 1)
+        count = end - before
+        rest = at - before * plan.kv_heads
         kv_head = rest // count
         i = rest % count
-    return b, start, kv_head, i, count
+    return b, kv_head, i, count
 
 
 @gluon.jit
@@ -492,7 +417,7 @@ def load_ahead(loads, ring, plan, share):
     more than there are slots."""
     ahead = gl.to_tensor(0)
     if plan.sequences is None or share.at < share.end:
-        b, _, kv_head, i, count = unit_after(share.at, share.b, share.start, plan, 4)
+        b, kv_head, i, count = unit_after(share.at, share.b, plan, 4)
         unit = unit_of(plan, b, kv_head)
         part = gl.minimum(share.end - share.at, count - i)
         ahead = gl.minimum(loaded_steps(plan, unit, i, part), ring.STAGES)
@@ -513,10 +438,9 @@ def produce(loads, ring, plan, share, ahead):
     PLAN: gl.constexpr = plan.PLAN
     at = share.at
     b = share.b
-    start = share.start
     step = gl.to_tensor(0)
     while at < share.end:
-        b, start, kv_head, i, count = unit_after(at, b, start, plan, 1)
+        b, kv_head, i, count = unit_after(at, b, plan, 1)
         part = gl.minimum(share.end - at, count - i)
         unit = unit_of(plan, b, kv_head)
         keys = unit.keys
@@ -765,10 +689,9 @@ def consume(call, share):
                 write_dead(outputs, unit_of(plan, b, u % plan.kv_heads))
     at = share.at
     b = share.b
-    start = share.start
     step = gl.to_tensor(0)
     while at < share.end:
-        b, start, kv_head, i, count = unit_after(at, b, start, plan, 4)
+        b, kv_head, i, count = unit_after(at, b, plan, 4)
         part = gl.minimum(share.end - at, count - i)
         unit = unit_of(plan, b, kv_head)
         u = b * plan.kv_heads + kv_head
@@ -899,8 +822,8 @@ def decode_kernel(
             that are written, see `decode_parts.begin_count`. One tensor less to allocate saves the
             host two microseconds.
         out, rest, tops, lse, max_scores, o_strides: as in `decode_sums.combine_kernel`.
-        edges: of a packed call [N + 1 + packed_steps.COUNTS], for `decode_sums.combine_kernel`,
-            then what `packed_steps.list_kernel` writes.
+        edges: of a packed call what `packed_steps.share_kernel` and `packed_steps.list_kernel`
+            write.
         batch: number of batch entries, or of sequences.
         most_rows: maximum number of query rows of a head of a unit; sequences with more are left
             to another kernel.
@@ -909,11 +832,9 @@ def decode_kernel(
     partial_out += counts_floats(batch * kv_heads)
     partial_sums = partial_out + sums_place(gl.num_programs(0), GROUP * most_rows, VALUE_DIM)
     if sequences is None:
-        counted_steps = edges
         steps = edges + steps_place(batch if PLAN == EACH else 1)
     else:
-        counted_steps = edges + lists_place(batch)
-        steps = counted_steps + batch
+        steps = edges + lists_place(batch, gl.num_programs(0)) + batch
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
@@ -930,7 +851,7 @@ def decode_kernel(
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
     plan = StepPlan(
-        edges=edges, steps=steps, counts=counted_steps, sequences=sequences, batch=batch,
+        edges=edges, steps=steps, sequences=sequences, batch=batch,
         kv_heads=kv_heads, kv_length=kv_length, unit_steps=unit_steps, most=most, groups=groups,
         q_length=q_length, most_rows=most_rows, PLAN=PLAN, PAGE=PAGE, BLOCK_N=BLOCK_N,
     )
@@ -958,7 +879,7 @@ def decode_kernel(
         ),
         mark=mark, UNIT=UNIT, ADDS=ADDS, ALONE=ALONE, WANT_REST=WANT_REST,
     )
-    share = share_of_program(plan, ADDS, 4)
+    share = share_of_program(plan)
     ahead = gl.to_tensor(0)
     if PLAN == NONE:
         # The first loads depend on nothing in shared memory, so they are issued before the warps

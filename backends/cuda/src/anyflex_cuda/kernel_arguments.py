@@ -38,7 +38,7 @@ ARGUMENTS = (
     Arguments(("short_rows",), "i32",
               "packed sequences with at most this many query rows aren't computed"),
     # Decoding
-    Arguments(("edges",), "*i32", "edges and steps of a mask: see `decode_steps.steps_kernel`"),
+    Arguments(("edges",), "*i32", "of `decode_steps.steps_kernel` or `packed_steps.share_kernel`"),
     Arguments(("counts",), "*i64", "number of a unit's parts that are written"),
     Arguments(("mark",), "i64", "argument of `decode_parts.begin_count`"),
     Arguments(("unit_steps", "most"), "i32",
@@ -47,6 +47,7 @@ ARGUMENTS = (
               "number of programs that share all steps; number of groups of them"),
     Arguments(("entries",), "i32", "number of the mask's batch entries"),
     Arguments(("PLAN",), None, "constant of `decode_steps`: which units share a list of steps"),
+    Arguments(("LISTED",), None, "whether a mask's steps are listed: see `packed_steps`"),
     Arguments(("most_rows",), "i32",
               "maximum number of query rows of a head of a unit; of a dense call L"),
     Arguments(("ALONE",), None,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from anyflex.plugin import Call, Outputs, PackedRows, Spec, TensorSpec
+from anyflex.plugin import Call, MaskViews, Outputs, PackedRows, Spec
 from anyflex_cuda import decode_steps, forward_call, packed_steps
 from anyflex_cuda.decode_call import (
     MARK,
@@ -110,15 +111,9 @@ class PackedDecode:
         _, at_once = how_added(most_parts, unit_rows)
         adds, _ = how_added(programs // (kv_heads * sequences) + 2, unit_rows)
         adds = adds and most_parts * unit_rows <= _MOST_ADDED
-        is_listed = call.mask is not None
-        workspace = [parts_workspace(spec, sequences * kv_heads, programs, unit_rows)]
-        if is_listed or not adds:
-            numbers = sequences + 1 + packed_steps.COUNTS.value
-            numbers += sequences * (1 + most * 2) if is_listed else 0
-            workspace.append(TensorSpec((numbers,), torch.int32))
         return DecodeFit(
-            tuple(workspace),
-            (decode_steps.EACH if is_listed else decode_steps.NONE).value,
+            (parts_workspace(spec, sequences * kv_heads, programs, unit_rows),),
+            (decode_steps.NONE if call.mask is None else decode_steps.EACH).value,
             False,
             programs,
             adds,
@@ -128,8 +123,9 @@ class PackedDecode:
         )
 
     def launch(self, fit: DecodeFit, call: Call, out: Outputs, alone: bool) -> None:
-        """Launch decoding on the current stream: under a mask the kernel that lists steps, then
-        the main kernel, then the kernel that adds up parts unless the main one does.
+        """Launch decoding on the current stream: for a step's first layer the kernels that find
+        its shares, then the main kernel, then the kernel that adds up parts unless the main one
+        does.
 
         Args:
             out: its workspace begins with the fit's.
@@ -147,22 +143,19 @@ class PackedDecode:
         values.update(fit.fixed)
         values["query"], values["key"], values["value"] = call.query, call.key, call.value
         values["partial_out"] = values["counts"] = out.workspace[0]
-        # Without edges and lists nothing is read there.
-        values["edges"] = out.workspace[len(fit.workspace) - 1]
         values["sequences"] = sequences_of(call, _rows_of(call), _BLOCK)
+        values["edges"] = self._edges(fit, call, values)
         key = (
             call.query.device, call.key.shape[:3], call.key.stride(), call.value.stride(),
             call.query.stride()[1:], o_layout, mods.key, *wanted.values(), fit.plan, fit.programs,
             fit.adds, fit.at_once,
-            # Other launches have a program for each sequence, or row.
-            alone, None if fit.adds and call.mask is None else (fit.rows, fit.fixed["batch"]),
+            # Parts that are added up later have a program for each row.
+            alone, None if fit.adds else fit.rows,
         )  # fmt: skip
         parts = self._kept.get(key)
         if parts is None:
             parts = self._parts(fit, call, o_layout, mods, wanted, alone)
-            if len(self._kept) >= _KEPT:
-                self._kept.clear()
-            self._kept[key] = parts
+            self._keep(key, parts)
         launch_all([part.launch(values) for part in parts], call.query.device)
 
     def _parts(
@@ -195,17 +188,58 @@ class PackedDecode:
         )
         found = [FixedLaunch(program, fit.programs, fixed, DESCRIBED)]
         if not fit.adds:
-            # The main kernel writes edges for it.
             by_edges = fit._replace(plan=decode_steps.EACH.value)
             found.append(sums_launch(portable, by_edges, o_layout.unit, mods, wanted, fixed))
-        if call.mask is not None:
-            constants = {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n}
-            steps = portable.fixed_launch(
-                packed_steps.list_kernel, _rows_of(call).slots.shape[0], constants, Options(4, 1),
-                fixed, types=TYPES,
-            )  # fmt: skip
-            found.insert(0, steps)
         return found
+
+    def _edges(self, fit: DecodeFit, call: Call, values: Mapping[str, object]) -> Tensor:
+        """Return what `packed_steps.share_kernel` writes: once for the layers of a step that have
+        one mask and as many key heads and rows."""
+        packed, mask = _rows_of(call), call.mask
+        kv_heads, size = call.key.shape[1], call.key.shape[2]
+        sequences, programs = packed.slots.shape[0], fit.programs
+        # A mask's identity is its own as long as it is kept.
+        key = "anyflex_cuda.shares", id(mask), kv_heads, size, *fit.fixed.values(), programs
+
+        def make() -> tuple[Tensor, MaskViews | None]:
+            words = sequences + 1 + packed_steps.COUNTS.value
+            words += programs * packed_steps.SHARE_WORDS.value
+            words += 0 if mask is None else sequences * (1 + self._most(packed) * 2)
+            edges = torch.empty(words, dtype=torch.int32, device=call.query.device)
+            given = {**values, "edges": edges}
+            kernels = self._finders(call.query.device, sequences, programs, mask is not None)
+            launch_all([kernel.launch(given) for kernel in kernels], edges.device)
+            return edges, mask
+
+        edges: Tensor = packed.once(key, tuple, make)[0]
+        return edges
+
+    def _finders(
+        self, device: torch.device, sequences: int, programs: int, is_listed: bool
+    ) -> list[FixedLaunch]:
+        """Return the launches that write edges."""
+        key = device, sequences if is_listed else 1, programs, is_listed
+        found = self._kept.get(key)
+        if found is None:
+            fixed, block_n = {"programs": programs}, self._tiles.block_n
+            found = [self._portable.fixed_launch(
+                packed_steps.share_kernel, 1, {"LISTED": is_listed, "BLOCK_N": block_n},
+                Options(8, 1), fixed, types=TYPES,
+            )]  # fmt: skip
+            if is_listed:
+                constants = {"KV_BLOCK": self._made.spec.block_size[1], "BLOCK_N": block_n}
+                lists = self._portable.fixed_launch(
+                    packed_steps.list_kernel, sequences, constants, Options(4, 1), fixed,
+                    types=TYPES,
+                )  # fmt: skip
+                found.insert(0, lists)
+            self._keep(key, found)
+        return found
+
+    def _keep(self, key: object, launches: list[FixedLaunch]) -> None:
+        if len(self._kept) >= _KEPT:
+            self._kept.clear()
+        self._kept[key] = launches
 
 
 def _rows_of(call: Call) -> PackedRows:

@@ -1,9 +1,10 @@
 """Steps of packed sequences in Hopper's decoding: a unit is a KV head of a sequence.
 
-Only bounds are known on the host. Each program counts the steps of all sequences from their
-lengths, which takes it one load a sequence, and finds its share. Under a mask another kernel lists
-each sequence's steps before. A sequence whose rows nobody else writes, but that has no key to see,
-has one step without keys; one that isn't decoded has none.
+Only bounds are known on the host. One program counts the steps of all sequences from their lengths
+and cuts them into shares, once for all layers of a step: each program of each layer's kernel would
+take 3 us for that before its first load. Under a mask another kernel lists each sequence's steps
+before. A sequence whose rows nobody else writes, but that has no key to see, has one step without
+keys; one that isn't decoded has none.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from anyflex_triton.device_functions import mask_row, record
 
 __all__ = [
     "COUNTS",
+    "SHARE_WORDS",
     "KeyPlaces",
     "key_places",
     "list_kernel",
     "lists_place",
     "page_at",
-    "programs_and_groups",
     "rows_of_sequence",
-    "share_of_live",
-    "steps_of_sequences",
+    "share_kernel",
+    "shares_place",
 ]
 
 # Argument lists would be a line an argument.
@@ -34,6 +35,11 @@ __all__ = [
 
 COUNTS = tl.constexpr(2)
 """Numbers behind the edges: programs that have a share, and groups of them."""
+SHARE_WORDS = tl.constexpr(4)
+"""Numbers of a program's share: its first step, the end, the sequence of the first step, and one
+that aligns the next share."""
+_LANES = tl.constexpr(256)
+"""Sequences, or programs, that `share_kernel` looks at together."""
 _ROW_BLOCK = tl.constexpr(128)
 """Query rows of a block of a mask."""
 _LEAST_STEPS = tl.constexpr(2)
@@ -108,7 +114,7 @@ def steps_of_sequences(
     sequences, counts, s, total_rows, most_rows, LISTED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return the numbers of steps of a sequence's units, or of several sequences'.
+    """Return the numbers of steps of several sequences' units.
 
     Args:
         counts: what `list_kernel` wrote, where LISTED.
@@ -157,14 +163,79 @@ def share_of_live(program, live, total, groups):
 
 
 @triton.jit
-def lists_place(count):
-    """Return the offset of what `list_kernel` writes, behind edges and COUNTS."""
+def shares_place(count):
+    """Return the offset of the shares, behind edges and COUNTS."""
     return count + 1 + COUNTS
 
 
 @triton.jit
+def lists_place(count, programs):
+    """Return the offset of what `list_kernel` writes, behind the shares."""
+    return shares_place(count) + programs * SHARE_WORDS
+
+
+@triton.jit
+def share_kernel(
+    sequences, edges, q_length, most_rows, kv_heads, programs, LISTED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Kernel of one program that cuts the steps of packed sequences into shares.
+
+    Args:
+        edges: int32. From the first on, numbers of steps of all earlier sequences [N + 1]; then
+            COUNTS; from `shares_place` on shares [programs, SHARE_WORDS]; from `lists_place` on
+            what `list_kernel` wrote before, where LISTED.
+        most_rows: as in `steps_of_sequences`.
+        programs: number of the main kernel's programs.
+    """
+    count = sequences[8]
+    counts = edges + lists_place(count, programs)
+    lanes = tl.arange(0, _LANES)
+    before = 0
+    units = 0
+    most = 0
+    tl.store(edges, 0)
+    for first in range(0, count, _LANES):
+        s = first + lanes
+        steps = steps_of_sequences(
+            sequences, counts, tl.minimum(s, count - 1), q_length, most_rows, LISTED, PAGE,
+            BLOCK_N,
+        )
+        steps = tl.where(s < count, steps, 0)
+        tl.store(edges + 1 + s, before + tl.cumsum(steps, 0), mask=s < count)
+        before += tl.sum(steps, 0)
+        units += tl.sum((steps > 0).to(tl.int32), 0)
+        most = tl.maximum(most, tl.max(steps, 0))
+    total = before * kv_heads
+    live, groups = programs_and_groups(units * kv_heads, most, total, programs)
+    tl.store(edges + count + 1, live)
+    tl.store(edges + count + 2, groups)
+    # The search reads edges that other threads have stored.
+    tl.debug_barrier()
+    shares = edges + shares_place(count)
+    for first in range(0, programs, _LANES):
+        program = first + lanes
+        at, end = share_of_live(program, live, total, groups)
+        low = lanes * 0
+        high = low + count
+        left = count
+        while left > 0:
+            middle = (low + high) // 2
+            there = low < high
+            ends = tl.load(edges + 1 + middle, mask=there, other=0)
+            passed = there & (ends * kv_heads <= at)
+            high = tl.where(there & (passed == 0), middle, high)
+            low = tl.where(passed, middle + 1, low)
+            left = left // 2
+        place = shares + program * SHARE_WORDS
+        tl.store(place, at, mask=program < programs)
+        tl.store(place + 1, end, mask=program < programs)
+        tl.store(place + 2, tl.minimum(low, count - 1), mask=program < programs)
+
+
+@triton.jit
 def list_kernel(
-    offsets, ends, runs, mask_strides, sequences, edges, q_length, most_rows, most,
+    offsets, ends, runs, mask_strides, sequences, edges, q_length, most_rows, most, programs,
     PAGE: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Kernel that lists the steps of packed sequences under a mask, one program per sequence.
@@ -174,11 +245,11 @@ def list_kernel(
             of sequences, one after the other.
         edges: int32; from `lists_place` on: number of steps of each sequence, then steps [N, most,
             2] as `decode_steps.steps_kernel` writes them.
-        most_rows: as in `steps_of_sequences`.
+        most_rows: as in `steps_of_sequences`. programs: as in `share_kernel`.
     """
     s = tl.program_id(0)
     count = sequences[8]
-    counts = edges + lists_place(count)
+    counts = edges + lists_place(count, programs)
     rows = rows_of_sequence(sequences, s, q_length)[1]
     if (rows == 0) | (rows > most_rows):
         tl.store(counts + s, 0)
