@@ -37,11 +37,15 @@ from anyflex_cuda import (
     hopper_forward,
     packed_decode_call,
     packed_steps,
+    packed_tile_list,
     packed_tiles,
 )
 from anyflex_cuda.gluon_launch import GluonProgram
-from anyflex_triton import sequences
+from anyflex_triton import sequences, tiles
 from anyflex_triton.building import Program
+
+SIMULATED = packed_steps.share_kernel, packed_tile_list.tile_kernel
+"""Kernels in plain Triton that run where its interpreter may not be on."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +160,14 @@ def in_python(
         own = changed if changed[0] in inspect.getsource(packed_steps) else ("", "")
         run_kernel(packed_steps, "share_kernel", grid, given, seed, own, CALLED[:3])
         return
+    if program.function is packed_tile_list.tile_kernel:
+        run_kernel(packed_tile_list, "tile_kernel", grid, given, seed, more=(tiles, sequences))
+        return
     if program.function.__name__ == "forward_kernel":
         for name in MODS:
             if given[name] is not None:
                 given[name] = mod_in_python(given[name])
-        called = (*CALLED_BY_FORWARD, sequences, packed_tiles)
+        called = (*CALLED_BY_FORWARD, sequences, packed_tile_list, packed_tiles)
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed, more=called)
         return
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
@@ -231,7 +238,7 @@ def outputs(
         program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
     ) -> None:
         names.append(program.function.__name__)
-        if isinstance(program, GluonProgram) or program.function is packed_steps.share_kernel:
+        if isinstance(program, GluonProgram) or program.function in SIMULATED:
             in_python(case, program, grid, values, changed, seed)
         else:
             launch(program, grid, device, values)
@@ -268,7 +275,9 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
     ):
         ours, names = outputs(case, "cuda.python", changed, seed)
     longest = max(rows for rows, _ in case.lengths)
-    others = ("forward_kernel",) if longest > 64 * case.heads[1] // case.heads[0] else ()
+    others = (
+        ("tile_kernel", "forward_kernel") if longest > 64 * case.heads[1] // case.heads[0] else ()
+    )
     steps = ("share_kernel",) if case.mask is None else ("list_kernel", "share_kernel")
     sums = () if case.most_added else ("combine_kernel",)
     assert tuple(names) == (*others, *steps, "decode_kernel", *sums), names

@@ -25,7 +25,13 @@ from test_hopper_calls import CALLED as CALLED_BY_FORWARD
 from test_hopper_calls import MODS
 
 from anyflex.testing import posing
-from anyflex_cuda import forward_call, hopper_decode, hopper_forward, packed_tiles
+from anyflex_cuda import (
+    forward_call,
+    hopper_decode,
+    hopper_forward,
+    packed_tile_list,
+    packed_tiles,
+)
 from anyflex_cuda.gluon_launch import GluonProgram
 from anyflex_triton import sequences
 from anyflex_triton.building import Program
@@ -53,7 +59,7 @@ def in_python(program: Program, grid: int, values: Mapping[str, Any]) -> None:
     given |= in_numpy({name: values[name] for name in program.types})
     given |= {name: mod_in_python(given[name]) for name in MODS if given.get(name) is not None}
     if program.function.__name__ == "forward_kernel":
-        called = (*CALLED_BY_FORWARD, sequences, packed_tiles)
+        called = (*CALLED_BY_FORWARD, sequences, packed_tile_list, packed_tiles)
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed=0, more=called)
     else:
         memory = given["counts"].array

@@ -19,13 +19,14 @@ from anyflex_cuda import (
     hopper_forward,
     hopper_wide_backward,
     packed_steps,
+    packed_tile_list,
 )
 from anyflex_cuda.kernel_arguments import ARGUMENTS
 from anyflex_triton import kernel_arguments as portable
 
 MODULES = (
     hopper_forward, blackwell_forward, hopper_backward, hopper_wide_backward, hopper_decode,
-    backward_rows, decode_steps, decode_sums, packed_steps,
+    backward_rows, decode_steps, decode_sums, packed_steps, packed_tile_list,
 )  # fmt: skip
 ENTRIES: list[Any] = [
     kernel

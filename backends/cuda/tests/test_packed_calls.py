@@ -75,7 +75,7 @@ DECODED = "hopper_decode.decode_kernel"
 ADDED = "decode_sums.combine_kernel"
 SHARED = ["packed_steps.share_kernel", DECODED]
 LISTED = ["packed_steps.list_kernel", *SHARED]
-FORWARD = "hopper_forward.forward_kernel"
+FORWARD = ["packed_tile_list.tile_kernel", "hopper_forward.forward_kernel"]
 PORTABLE = ["decode.decode_kernel", "decode.combine_kernel"]
 
 
@@ -128,10 +128,10 @@ def test_a_mask_s_steps_are_listed_before_and_many_parts_added_up_after() -> Non
         ((32, 8), 4, SHARED),
         ((32, 8), 16, [*SHARED, ADDED]),
         # Shorter sequences may be beside these.
-        ((32, 8), 17, [FORWARD, *SHARED, ADDED]),
+        ((32, 8), 17, [*FORWARD, *SHARED, ADDED]),
         ((64, 1), 1, [*SHARED, ADDED]),
         ((128, 1), 1, ["forward.forward_kernel"]),
-        ((128, 1), 2, [FORWARD]),
+        ((128, 1), 2, FORWARD),
     ],
 )
 def test_a_tile_holds_the_rows_of_all_heads_of_a_key_head(
@@ -142,9 +142,9 @@ def test_a_tile_holds_the_rows_of_all_heads_of_a_key_head(
     for program, _, values in launches:
         if program.function.__name__ == "decode_kernel":
             # The other kernel writes rows that are nobody's.
-            assert program.constants["ALONE"] == (FORWARD not in names)
+            assert program.constants["ALONE"] == (FORWARD[0] not in names)
             assert values["most_rows"] == min(rows, 64 * heads[1] // heads[0])
-        elif names[0] == FORWARD and "short_rows" in values:
+        elif program.function.__name__ == "tile_kernel":
             assert values["short_rows"] == (64 * heads[1] // heads[0] if DECODED in names else 0)
 
 
@@ -160,11 +160,11 @@ def test_other_decoding_takes_the_portable_kernels(given: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({}, [FORWARD, *SHARED, ADDED]),
-        ({"page": 0}, [FORWARD, *SHARED, ADDED]),
-        ({"page": 48}, [FORWARD, *SHARED, ADDED]),
-        ({"mask": by_head}, [FORWARD]),
-        ({"dim": 192}, [FORWARD]),
+        ({}, [*FORWARD, *SHARED, ADDED]),
+        ({"page": 0}, [*FORWARD, *SHARED, ADDED]),
+        ({"page": 48}, [*FORWARD, *SHARED, ADDED]),
+        ({"mask": by_head}, FORWARD),
+        ({"dim": 192}, FORWARD),
         ({"page": 8}, ["forward.forward_kernel"]),
         ({"page": 24}, ["forward.forward_kernel"]),
         ({"dtype": torch.float32}, ["forward.forward_kernel"]),

@@ -4,6 +4,7 @@ dense formula in float64."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from torch import Tensor
 
 import anyflex
 from anyflex.plugin import PluginError, isolated, register
-from anyflex_cuda import forward_call, hopper_forward, packed_tiles
+from anyflex_cuda import forward_call, hopper_forward, packed_tile_list, packed_tiles
 from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.packed_decode_call import PackedDecode
-from anyflex_triton import sequences
+from anyflex_triton import sequences, tiles
 from anyflex_triton.building import Program
 
 Mod = Callable[..., Any]
@@ -206,16 +207,22 @@ def computed(
         program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
     ) -> None:
         given = dict(program.constants)
+        ran.append(program.function.__name__)
+        if program.function is packed_tile_list.tile_kernel:
+            values = {**values, "short_rows": short_rows}
+            values["tile_list"].fill_(-(2**31))
+            given |= in_numpy({each: values[each] for each in program.types})
+            own = changed if changed[0] in inspect.getsource(packed_tile_list) else ("", "")
+            run_kernel(packed_tile_list, "tile_kernel", grid, given, seed, own, (tiles, sequences))
+            return
         for name in MODS:
             if given[name] is not None:
                 given[name] = mod_in_python(given[name])
         for name in ("out", "lse", "max_scores"):
             values[name].fill_(torch.nan)
-        values = {**values, "short_rows": short_rows}
         given |= in_numpy({each: values[each] for each in program.types})
-        called = (*CALLED, sequences, packed_tiles)
+        called = (*CALLED, sequences, packed_tile_list, packed_tiles)
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed, changed, called)
-        ran.append(program.function.__name__)
 
     with isolated():
         register("cuda", OnHopper)
@@ -228,7 +235,7 @@ def computed(
                 q, k, v, packed.begin(), *batch.mods, enable_gqa=True, return_aux=BOTH,
                 backend="cuda",
             )  # fmt: skip
-    assert ran == ["forward_kernel"]
+    assert ran == ["tile_kernel", "forward_kernel"]
     return (out, aux.lse, aux.max_scores), expected
 
 
@@ -316,9 +323,13 @@ FAULTS = [
     ("packed, mods", "mod_b += own.b", "pass"),
     ("packed, mods", "q_shift = shifts[2] + own.shift", "q_shift = shifts[2]"),
     ("page 48", "kv_length = own.kv_length", "kv_length = call.kv_length"),
-    ("packed", "tile // TILES + 1", "1"),
-    ("packed", "before=walk.before + count", "before=walk.before"),
-    ("packed", "first_head += schedule.head_group", "first_head = schedule.heads"),
+    ("packed", "at // size * TILE_WORDS", "0"),
+    ("packed", "first_head = group * schedule.head_group", "first_head = 0"),
+    ("packed", "item - first_head * tiles", "item"),
+    ("packed", "plain += whole", "pass"),
+    ("packed, mods", "rows - 1 - first - lanes", "rows - 1 - lanes"),
+    ("packed, heads", "if lists_steps == 0:", "if False:"),
+    ("page 64", "gl.load(place + 8)", "0"),
     ("odd, pages", "mod_b += own.b\n        q_shift", "q_shift"),
     ("odd, pages", "page * pointed.page_stride", "0 * page"),
 ]
@@ -328,8 +339,8 @@ FAULTS = [
 def test_without_a_piece_of_it_a_packed_call_fails(name: str, piece: str, instead: str) -> None:
     # Two groups of heads, and more rows of blocks than a program looks at, for those that need it.
     batch = CASES[name]
-    if "walk" in piece or "head" in piece:
-        batch = Batch((3,) * 40, (3,) * 40, heads=(2, 1), cores=5)
+    if "first" in piece or "item" in piece:
+        batch = Batch((3,) * 300, (3,) * 300, heads=(2, 1), cores=5)
     for seed in range(3):
         try:
             with mock.patch.object(GluonPrograms, "head_group", lambda *_: 1):

@@ -81,7 +81,7 @@ class GluonPrograms(Programs):
         super().__init__(KernelInputs(spec, source, "hopper", {}, files=files))
         self.types.update(TYPES)
         if not self.is_packed:
-            self.constants["short_rows"] = None
+            self.constants["tile_list"] = None
         # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":

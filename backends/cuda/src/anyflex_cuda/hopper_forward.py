@@ -36,8 +36,7 @@ from anyflex_cuda.kernel_records import (
 )
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
 from anyflex_cuda.packed_tiles import (
-    PACKED_BLOCK,
-    begin_walk,
+    listed_tile,
     load_bounded,
     load_sequence_keys,
     page_numbers,
@@ -47,7 +46,6 @@ from anyflex_cuda.packed_tiles import (
     say_tile,
     store_bounded,
     store_first_rows,
-    walked,
 )
 from anyflex_cuda.skip_unit_rescale import rescaled
 from anyflex_cuda.smem_mailbox import WORDS, said, say
@@ -73,7 +71,7 @@ from anyflex_triton.device_functions import (
     bounded_run,
     is_far,
     mask_row,
-    pages_of_sequence,
+    pages_of_line,
     record,
     tile_of_program,
     unit_of_scores,
@@ -109,8 +107,9 @@ class LoadedTile:
         masked, plain: number of steps that may have dead pairs, and of the other steps.
         first_step: number of the tile's first step, counted over all tiles.
         empties, before: arguments of `await_tile`.
-        own: where queries are packed the tile's `anyflex_triton.sequences.SequenceTile`, b then
-            being 0; else None.
+        place: where queries are packed a pointer to the tile's record of `packed_tile_list`, b
+            then being 0; else None. What is read there once isn't kept in registers.
+        kv_begin: where queries are packed, the first row of packed keys.
         pages: `anyflex_triton.kernel_records.Pages` of its keys, or None.
     """
 
@@ -124,7 +123,8 @@ class LoadedTile:
     first_step: Any
     empties: Any
     before: Any
-    own: Any = None
+    place: Any = None
+    kv_begin: Any = None
     pages: Any = None
 
 
@@ -312,27 +312,33 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
 def load_queries(descs, queries, ring, tile, step):
     """Load a tile's query rows, and write its mailbox words, for each consumer."""
     await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)
+    if tile.place is None:
+        own = None
+        first_row = tile.first_row
+    else:
+        own = listed_tile(tile.place)
+        first_row = own.first_row
     for c in gl.static_range(queries.CONSUMERS):
-        say(queries.words, c * WORDS, tile.first_row)
+        say(queries.words, c * WORDS, first_row)
         say(queries.words, c * WORDS + 1, tile.b)
         say(queries.words, c * WORDS + 2, tile.h)
         say(queries.words, c * WORDS + 3, tile.masked)
         say(queries.words, c * WORDS + 4, tile.plain)
-        if tile.own is not None:
-            say_tile(queries.own_words, c, tile.own)
+        if own is not None:
+            say_tile(queries.own_words, c, own)
         mbarrier.expect(queries.full.index(c), ROWS * descs.D * 2)
-        if tile.own is None:
+        if own is None:
             load_parts(
                 descs.q, queries.bufs, c, queries.full.index(c), tile.b, tile.h,
-                tile.first_row + c * ROWS,
+                first_row + c * ROWS,
             )
         else:
             # A consumer without rows takes the first one's, whose results it doesn't store: each
             # box of queries has rows.
-            first = tile.first_row + c * ROWS
-            first = gl.where(first < tile.own.end_row, first, tile.first_row)
+            first = first_row + c * ROWS
+            first = gl.where(first < own.end_row, first, first_row)
             load_bounded(
-                descs.q, queries.bufs, c, queries.full.index(c), tile.h, first, tile.own.end_row,
+                descs.q, queries.bufs, c, queries.full.index(c), tile.h, first, own.end_row,
             )
 
 
@@ -344,7 +350,7 @@ def load_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows):
         numbers: from `page_numbers`, where keys are in pages; else None.
         page_rows: of `LoadDescriptors`.
     """
-    if tile.own is None:
+    if tile.place is None:
         load_parts(descs, bufs, slot, full, tile.kv_b, tile.kv_head, first)
     else:
         load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows)
@@ -450,46 +456,43 @@ def next_item(at, count, schedule):
 def produce_packed(
     descs, queries, ring, step_words, mask, schedule, SHARES_ROOM: gl.constexpr,
 ):
-    """Produce tiles of packed queries, which are numbered in the order of `packed_tiles.Walk`.
-    Return what `load_tile` returns."""
-    TILES: gl.constexpr = PACKED_BLOCK // (queries.CONSUMERS * ROWS)
-    sequences = schedule.sequences
-    rows = schedule.tiles
-    short_rows = schedule.short_rows
+    """Produce tiles of packed queries, in the order of their list. Return what `load_tile`
+    returns."""
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
-    # This bound is known, and not how many there are.
-    count = rows * TILES * schedule.heads
+    tiles = gl.load(schedule.tile_list)
+    lists_steps = gl.load(schedule.tile_list + 1)
+    count = tiles * schedule.heads
     at = gl.program_id(0)
-    walk = walked(
-        begin_walk(sequences, rows, short_rows), at, sequences, schedule, rows, short_rows, TILES,
-    )
-    while walk.first_head < schedule.heads:
+    while at < count:
         following = next_item(at, count, schedule)
-        own, h = place_of_item(
-            walk, at, sequences, schedule, schedule.q_length, schedule.PAGE, TILES,
-        )
-        run, last_run = mask_row(
-            mask.offsets, mask.ends, mask.strides, 0 * h, h, own.row, mask.HAS_MASK,
-        )
+        place, h = place_of_item(schedule.tile_list, at, tiles, schedule)
+        kv_length = gl.load(place + 7)
         pages = None
         if schedule.PAGE > 0:
-            pages = pages_of_sequence(sequences, own.owner, schedule.PAGE)
-        masked, plain = count_steps(
-            mask, run, last_run, own.kv_length, False, ring.BLOCK_N, True,
-        )
+            pages = pages_of_line(schedule.sequences, gl.load(place + 8), schedule.PAGE)
+        run = gl.load(place + 9)
+        last_run = gl.load(place + 10)
+        masked = gl.load(place + 11)
+        plain = gl.load(place + 12)
+        if mask.HAS_MASK:  # noqa: SIM102  the other is known at run time alone
+            if lists_steps == 0:
+                run, last_run = mask_row(
+                    mask.offsets, mask.ends, mask.strides, 0 * h, h, gl.load(place), True,
+                )
+                masked, plain = count_steps(
+                    mask, run, last_run, kv_length, False, ring.BLOCK_N, True,
+                )
         loaded = LoadedTile(
-            b=0 * h, h=h, kv_b=0 * h, kv_head=h // schedule.GROUP, first_row=own.first_row,
-            masked=masked, plain=plain, first_step=step, empties=empties, before=before, own=own,
-            pages=pages,
+            b=0 * h, h=h, kv_b=0 * h, kv_head=h // schedule.GROUP, first_row=None,
+            masked=masked, plain=plain, first_step=step, empties=empties, before=before,
+            place=place, kv_begin=gl.load(place + 6), pages=pages,
         )
         step, empties, before = load_tile(
-            descs, queries, ring, step_words, loaded, mask, own.kv_length, run, last_run,
-            SHARES_ROOM,
+            descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, SHARES_ROOM,
         )
         at = following
-        walk = walked(walk, at, sequences, schedule, rows, short_rows, TILES)
     return step, empties, before
 
 
@@ -899,7 +902,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, q2_desc, k2_desc, v2_desc, o2_desc, r2_desc, query,
     key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, tops, lse,
     max_scores, counter, offsets, ends, runs, mask_strides, tile_order, order_strides, ordered,
-    tables, ints, floats, shifts, scale, sinks, sequences, short_rows, batch_heads, heads,
+    tables, ints, floats, shifts, scale, sinks, sequences, tile_list, batch_heads, heads,
     q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr,
     MASK_SCORES: gl.constexpr,
@@ -922,9 +925,9 @@ def forward_kernel(
         query, key, value, out, rest: pointers for `write_nonfinite_rows`, with strides (b, h,
             row) in elements.
         counter: used where DYNAMIC and programs are fewer than tiles.
-        sequences: see `anyflex_triton.kernel_arguments`; where it is given `tiles` is the number
-            of rows of blocks.
-        short_rows: packed sequences with at most this many query rows aren't computed.
+        sequences: see `anyflex_triton.kernel_arguments`.
+        tile_list: where sequences are given, what `packed_tile_list.tile_kernel` wrote. Else tiles
+            is the number of tiles of a head.
         Q_BLOCK: a multiple of a tile's rows.
         PINNED: whether a step's softmax overlaps the product of the previous weights: see `pin`.
         SKIPS: whether warps skip rescaling by factors of 1: see `rescaled`.
@@ -1000,8 +1003,8 @@ def forward_kernel(
     schedule = TileSchedule(
         counter=counter, tile_order=tile_order, order_strides=order_strides, ordered=ordered,
         batch_heads=batch_heads, heads=heads, tiles=tiles, head_group=head_group, GROUP=GROUP,
-        KV_SHARED=KV_SHARED, DYNAMIC=DYNAMIC, sequences=sequences, short_rows=short_rows,
-        q_length=q_length, PAGE=PAGE,
+        KV_SHARED=KV_SHARED, DYNAMIC=DYNAMIC, sequences=sequences, tile_list=tile_list,
+        PAGE=PAGE,
     )
     call = ConsumerCall(
         queries=queries, ring=ring, step_words=step_words,

@@ -35,8 +35,11 @@ ARGUMENTS = (
     Arguments(("row_tiles", "key_tiles"), "i32", "elements of odd_rows and odd_keys"),
     Arguments(("row_programs",), "i32", "number of programs, the first ones, that look at rows"),
     Arguments(("TILES",), None, "number of tiles that a program looks at"),
+    Arguments(("tile_list",), "*i32", "what `packed_tile_list.tile_kernel` writes; or None"),
     Arguments(("short_rows",), "i32",
               "packed sequences with at most this many query rows aren't computed"),
+    Arguments(("rows",), "i32", "number of rows of blocks of packed queries"),
+    Arguments(("OF_HEADS",), None, "whether each head has a mask of its own"),
     # Decoding
     Arguments(("edges",), "*i32", "of `decode_steps.steps_kernel` or `packed_steps.share_kernel`"),
     Arguments(("counts",), "*i64", "number of a unit's parts that are written"),

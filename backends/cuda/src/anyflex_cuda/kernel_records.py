@@ -136,6 +136,5 @@ class TileSchedule:
     KV_SHARED: Any
     DYNAMIC: Any
     sequences: Any = None
-    short_rows: Any = None
-    q_length: Any = None
+    tile_list: Any = None
     PAGE: Any = None

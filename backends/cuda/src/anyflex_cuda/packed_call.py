@@ -42,7 +42,7 @@ class PackedCalls:
 
     def __init__(self, portable: Programs, made: GluonPrograms) -> None:
         self._decode = PackedDecode(portable, made)
-        self._forward = PackedForward(made)
+        self._forward = PackedForward(portable, made)
         self._short_rows = short_rows(made.spec)
         self._made = made
 

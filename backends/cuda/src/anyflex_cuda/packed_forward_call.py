@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from anyflex.plugin import Call, Outputs, PackedRows, Spec, TensorSpec
+from anyflex.plugin import Call, MaskViews, Outputs, PackedRows, Spec, TensorSpec
 from anyflex_cuda import forward_call
 from anyflex_cuda.forward_call import (
     COUNTER,
@@ -20,9 +21,13 @@ from anyflex_cuda.forward_call import (
 )
 from anyflex_cuda.gluon_kernels import GluonPrograms
 from anyflex_cuda.gluon_launch import strides_of
+from anyflex_cuda.kernel_arguments import TYPES
+from anyflex_cuda.packed_tile_list import LIST_HEADER, PACKED_BLOCK, TILE_WORDS, tile_kernel
 from anyflex_triton.building import (
     FixedLaunch,
+    Options,
     Program,
+    Programs,
     call_sizes,
     mask_rows,
     output_values,
@@ -36,8 +41,7 @@ __all__ = [
     "tiles_of_packed",
 ]
 
-_BLOCK = 128
-"""Query rows of an entry of `PackedRows.blocks`."""
+_BLOCK: int = PACKED_BLOCK.value
 _PAGE_MULTIPLE = 16
 """Rows that a page's size is a multiple of: fewer don't fill the patterns of shared memory."""
 _FAR = 1 << 30
@@ -65,9 +69,9 @@ def bounded_boxes(tensor: Tensor, box: tuple[int, ...]) -> Boxed:
 def tiles_of_packed(spec: Spec) -> Tiles:
     """Return the tiles of packed calls."""
     tiles = tiles_for(spec)
-    if spec.page_size and tiles.consumers == 2:
-        # The producer looks up pages.
-        return tiles._replace(registers=(224, 56))
+    if tiles.consumers == 2:
+        # The producer reads records, and with small pages looks up several for each step.
+        return tiles._replace(registers=(224, 64) if spec.page_size % 64 else (232, 40))
     return tiles
 
 
@@ -75,14 +79,17 @@ class PackedForward:
     """Forward of a spec's packed calls. Thread-safe.
 
     Args:
-        made: the spec's programs in Gluon.
+        portable: the spec's programs in plain Triton.
+        made: those in Gluon.
     """
 
-    def __init__(self, made: GluonPrograms) -> None:
+    def __init__(self, portable: Programs, made: GluonPrograms) -> None:
+        self._portable = portable
         self._made = made
         self._tiles = tiles_of_packed(made.spec)
         self._refused = _refused_spec(made.spec, self._tiles)
         self._laid: dict[object, FixedLaunch] = {}
+        self._lists: dict[tuple[torch.device, bool], FixedLaunch] = {}
 
     def refusal(self, call: Call) -> str | None:
         """Return why a packed call takes the portable kernel, or None."""
@@ -105,8 +112,9 @@ class PackedForward:
         return f"hopper packed {self._tiles.block_m}x{self._tiles.block_n}"
 
     def launch(self, call: Call, out: Outputs, counter: Tensor | None, short_rows: int) -> None:
-        """Launch the kernel for a call that isn't refused, on the current stream. What it reads
-        on the device may change in a captured graph. Rows that belong to nobody are written too.
+        """Launch the kernel for a call that isn't refused, on the current stream; for a step's
+        first layer, the one that lists its tiles before. What they read on the device may change
+        in a captured graph. Rows that belong to nobody are written too.
 
         Args:
             counter: the tensor of `workspace`, if any.
@@ -138,11 +146,40 @@ class PackedForward:
             **call_sizes(call),
             "counter": result if counter is None else counter,
             "sequences": sequences_of(call, packed, self._tiles.block_m),
-            "short_rows": short_rows,
-            "tiles": packed.blocks.shape[0],
+            "tiles": 0,
             "head_group": made.head_group(call.query.shape[1], packed.max_kv),
         }
+        values["tile_list"] = self._tile_list(call, values, short_rows)
         laid.run(call.query.device, values)
+
+    def _tile_list(self, call: Call, values: Mapping[str, object], short_rows: int) -> Tensor:
+        """Return what `tile_kernel` writes: once for the layers of a step that have one mask and
+        as many rows of keys."""
+        packed, mask, block_m = _rows_of(call), call.mask, self._tiles.block_m
+        of_heads = mask is not None and mask.shape[1] > 1
+        # A mask's identity is its own as long as it is kept.
+        key = "anyflex_cuda.tiles", id(mask), call.key.shape[2], short_rows, block_m
+
+        def make() -> tuple[Tensor, MaskViews | None]:
+            rows = packed.blocks.shape[0]
+            words = LIST_HEADER.value + rows * (_BLOCK // block_m) * TILE_WORDS.value
+            tiles = torch.empty(words, dtype=torch.int32, device=call.query.device)
+            constants = {
+                "OF_HEADS": of_heads, "KV_BLOCK": self._made.spec.block_size[1],
+                "BLOCK_M": block_m, "BLOCK_N": self._tiles.block_n,
+            }  # fmt: skip
+            lists = self._lists.get((tiles.device, of_heads))
+            if lists is None:
+                lists = self._portable.fixed_launch(
+                    tile_kernel, 1, constants, Options(8, 1), {}, types=TYPES
+                )
+                self._lists[tiles.device, of_heads] = lists
+            given = {**values, "tile_list": tiles, "short_rows": short_rows, "rows": rows}
+            lists.run(tiles.device, given)
+            return tiles, mask
+
+        tiles: Tensor = packed.once(key, tuple, make)[0]
+        return tiles
 
     def _grid(self, call: Call) -> tuple[int, int]:
         """Return the number of tiles that a call may have, and the number of programs."""

@@ -1,4 +1,4 @@
-"""Tiles of packed sequences in Hopper's forward: which of them a program takes, and their loads.
+"""Tiles of packed sequences in Hopper's forward: their places in the list, loads and stores.
 
 No store of a tile touches rows of other sequences, because descriptors cut them off: each has two
 dimensions of rows, of the same stride. Rows are `BOX` at a time, the length of the inner one. To
@@ -14,12 +14,11 @@ isn't mapped memory an H200 faults at loads of all its boxes.
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anyflex_cuda.nonfinite_rows import place_of
+from anyflex_cuda.packed_tile_list import LIST_HEADER, TILE_WORDS
 from anyflex_cuda.smem_mailbox import WORDS, said, say
 from anyflex_cuda.split_tiles import (
     layout_of_products,
@@ -28,15 +27,10 @@ from anyflex_cuda.split_tiles import (
     reinterpret,
     store_parts,
 )
-from anyflex_triton.device_functions import (
-    SequenceTile,
-    record,
-    sequence_of_tile,
-)
+from anyflex_triton.device_functions import SequenceTile
 
 __all__ = [
-    "PACKED_BLOCK",
-    "begin_walk",
+    "listed_tile",
     "load_bounded",
     "load_sequence_keys",
     "page_numbers",
@@ -46,121 +40,37 @@ __all__ = [
     "say_tile",
     "store_bounded",
     "store_first_rows",
-    "walked",
 ]
-
-
-@record
-class Walk:
-    """Place of a program in the list of tiles: heads by groups, and for each group the rows of
-    blocks, the last ones first, 32 at a time.
-
-    Attributes:
-        first_head: of the group.
-        last_row: the first of 32 rows of blocks that the program looks at.
-        before: number of items before these.
-        ranks: [32], number of rows with tiles up to each, itself included; 0 for one without.
-        live: number of rows with tiles.
-    """
-
-    first_head: Any
-    last_row: Any
-    before: Any
-    ranks: Any
-    live: Any
 
 
 # Argument lists would be a line an argument.
 # fmt: off
 
-PACKED_BLOCK = gl.constexpr(128)
-"""Query rows of an entry of `PackedRows.blocks`."""
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-
-
 @gluon.jit
-def added(x, y):
-    return x + y
-
-
-@gluon.jit
-def rows_with_tiles(sequences, last_row, short_rows):
-    """Return (ranks, live) of `Walk` for the 32 rows of blocks up to `last_row`, from it down."""
-    count = sequences[8]
-    row = last_row - gl.arange(0, 32, layout=LANES)
-    owner = gl.load(sequences[0] + row * 2, mask=row >= 0, other=-1)
-    there = (owner >= 0) & (owner < count)
-    begin = gl.load(sequences[1] + owner, mask=there, other=0)
-    end = gl.load(sequences[1] + owner + 1, mask=there, other=0)
-    found = gl.where((owner == count) | (there & (end - begin > short_rows)), 1, 0)
-    return gl.associative_scan(found, 0, added) * found, gl.sum(found, 0)
-
-
-@gluon.jit
-def begin_walk(sequences, rows, short_rows):
-    """Return the `Walk` at the first tile.
+def place_of_item(tile_list, item, tiles, schedule):
+    """Return (pointer to the record of an item, its head). The heads of a group come one after the
+    other, because those of a KV head share its keys.
 
     Args:
-        rows: number of rows of blocks.
-        short_rows: sequences with at most this many query rows have no tiles.
+        item: number of a tile, counted over all heads.
+        tiles: number of tiles of a head.
     """
-    ranks, live = rows_with_tiles(sequences, rows - 1, short_rows)
-    nothing = rows * 0
-    return Walk(
-        first_head=nothing, last_row=rows - 1, before=nothing, ranks=ranks, live=live,
+    group = item // (tiles * schedule.head_group)
+    first_head = group * schedule.head_group
+    size = gl.minimum(schedule.head_group, schedule.heads - first_head)
+    at = item - first_head * tiles
+    return tile_list + LIST_HEADER + at // size * TILE_WORDS, first_head + at % size
+
+
+@gluon.jit
+def listed_tile(place):
+    """Return the `SequenceTile` of a record of `packed_tile_list`."""
+    end_row = gl.load(place + 3)
+    return SequenceTile(
+        row=gl.load(place), owner=gl.load(place + 1), first_row=gl.load(place + 2),
+        end_row=end_row, last_row=end_row - 1, nobodys=None, b=gl.load(place + 4),
+        shift=gl.load(place + 5), kv_begin=gl.load(place + 6), kv_length=gl.load(place + 7),
     )
-
-
-@gluon.jit
-def items_of_rows(walk, schedule, TILES: gl.constexpr):
-    """Return the number of tiles of the walk's rows in its group of heads."""
-    size = gl.minimum(schedule.head_group, schedule.heads - walk.first_head)
-    return walk.live * (size * TILES)
-
-
-@gluon.jit
-def walked(walk, item, sequences, schedule, rows, short_rows, TILES: gl.constexpr):
-    """Return the `Walk` at the rows that have an item; where there are fewer items, its first_head
-    isn't one.
-
-    Args:
-        item: number of a tile, counted over all programs; it never falls.
-        rows, short_rows: as in `begin_walk`.
-        TILES: number of tiles of a row of blocks.
-    """
-    count = items_of_rows(walk, schedule, TILES)
-    while (walk.first_head < schedule.heads) & (item >= walk.before + count):
-        last_row = walk.last_row - 32
-        first_head = walk.first_head
-        if last_row < 0:
-            last_row = rows - 1
-            first_head += schedule.head_group
-        ranks, live = rows_with_tiles(sequences, last_row, short_rows)
-        walk = Walk(
-            first_head=first_head, last_row=last_row, before=walk.before + count, ranks=ranks,
-            live=live,
-        )
-        count = items_of_rows(walk, schedule, TILES)
-    return walk
-
-
-@gluon.jit
-def place_of_item(
-    walk, item, sequences, schedule, q_length, PAGE: gl.constexpr, TILES: gl.constexpr
-):
-    """Return (`SequenceTile`, head) of an item of the walk's rows. The heads of a group come one
-    after the other, because those of a KV head share its keys."""
-    size = gl.minimum(schedule.head_group, schedule.heads - walk.first_head)
-    at = item - walk.before
-    tile = at // size
-    row = walk.last_row - gl.arange(0, 32, layout=LANES)
-    row = gl.sum(gl.where(walk.ranks == tile // TILES + 1, row, 0), 0)
-    # A sequence's last rows have the most keys under causal masks.
-    number = row * TILES + (TILES - 1 - tile % TILES)
-    found = sequence_of_tile(
-        sequences, number, q_length, PACKED_BLOCK, PAGE, PACKED_BLOCK // TILES,
-    )
-    return found, walk.first_head + at % size
 
 
 @gluon.jit
@@ -292,7 +202,7 @@ def load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end, page_
         numbers: from `page_numbers`; None for packed keys, as `page_rows` of `load_pages`.
     """
     if tile.pages is None:
-        begin = tile.own.kv_begin
+        begin = tile.kv_begin
         load_bounded(descs, bufs, slot, full, tile.kv_head, begin + first, begin + end)
     else:
         load_pages(

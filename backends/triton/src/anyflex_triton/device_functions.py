@@ -25,7 +25,13 @@ from anyflex_triton.kernel_records import (
     RowValues,
 )
 from anyflex_triton.records import record
-from anyflex_triton.sequences import SequenceTile, pages_of_sequence, sequence_of_tile
+from anyflex_triton.sequences import (
+    SequenceTile,
+    line_of_sequence,
+    pages_of_line,
+    pages_of_sequence,
+    sequence_of_tile,
+)
 from anyflex_triton.tiles import (
     FAR,
     FULL,
@@ -64,6 +70,7 @@ __all__ = [
     "add_to_queries",
     "bounded_run",
     "is_far",
+    "line_of_sequence",
     "load_pointed_rows",
     "mask_row",
     "masked_scores",
@@ -71,6 +78,7 @@ __all__ = [
     "nonfinite",
     "nonfinite_counts",
     "operations",
+    "pages_of_line",
     "pages_of_sequence",
     "record",
     "rows_by_pointers",

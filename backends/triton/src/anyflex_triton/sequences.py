@@ -14,6 +14,8 @@ from anyflex_triton.tiles import store_rows, tensor_at
 __all__ = [
     "SequenceTile",
     "keys_of_sequence",
+    "line_of_sequence",
+    "pages_of_line",
     "pages_of_sequence",
     "sequence_of_tile",
     "store_padding",
@@ -84,14 +86,24 @@ def sequence_of_tile(
 
 
 @triton.jit
+def line_of_sequence(sequences, owner):
+    """Return the line of the page table of a sequence, or of several, given their numbers."""
+    table_rows, height, named = sequences[7], sequences[13], sequences[14]
+    line = tl.where(named != 0, tl.load(table_rows + owner), owner)
+    return tl.maximum(tl.minimum(line, height - 1), 0)
+
+
+@triton.jit
+def pages_of_line(sequences, line, PAGE: tl.constexpr):
+    """Return the `Pages` of a line of the page table."""
+    table, pool, stride = sequences[6], sequences[11], sequences[12]
+    return Pages(table=table + line * stride, last=pool - 1, SIZE=PAGE)
+
+
+@triton.jit
 def pages_of_sequence(sequences, owner, PAGE: tl.constexpr):
     """Return the `Pages` of a sequence, given its number."""
-    table, table_rows, pool, stride, height, named = (
-        sequences[6], sequences[7], sequences[11], sequences[12], sequences[13], sequences[14],
-    )
-    line = tl.where(named != 0, tl.load(table_rows + owner), owner)
-    line = tl.maximum(tl.minimum(line, height - 1), 0)
-    return Pages(table=table + line * stride, last=pool - 1, SIZE=PAGE)
+    return pages_of_line(sequences, line_of_sequence(sequences, owner), PAGE)
 
 
 @triton.jit

@@ -1,0 +1,122 @@
+"""The list of tiles of packed sequences that Hopper's forward takes, made once a step.
+
+Only bounds are known on the host. One program goes through the rows of blocks and writes a record
+for each tile of those that have some: a program of each layer's kernel then finds all that it
+loads a tile by in one place, where it would follow five pointers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.device_functions import (
+    FULL,
+    line_of_sequence,
+    mask_row,
+    sequence_of_tile,
+)
+
+__all__ = ["LIST_HEADER", "PACKED_BLOCK", "TILE_WORDS", "tile_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+PACKED_BLOCK = tl.constexpr(128)
+"""Query rows of an entry of `PackedRows.blocks`."""
+LIST_HEADER = tl.constexpr(4)
+"""Words before the records: the number of tiles of a head, and whether the records' steps are
+those of all heads."""
+TILE_WORDS = tl.constexpr(16)
+"""Words of a record: row of blocks, number of the sequence, first and end row of query, what mods
+see as b, what is added to rows for q_idx, first row of packed keys, number of keys, line of the
+page table, first run, end of the runs, number of steps that may have dead pairs, and of others."""
+_LANES = tl.constexpr(256)
+"""Rows of blocks that are looked at together."""
+
+
+@triton.jit
+def store_steps(
+    place, there, run, last_run, kv_length, runs, HAS_MASK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store the runs of several tiles, and the numbers of their steps."""
+    if HAS_MASK:
+        masked = kv_length * 0
+        plain = kv_length * 0
+        for i in range(tl.max(tl.where(there, last_run - run, 0), 0)):
+            index = run + i
+            live = there & (index < last_run)
+            at = runs + index * 3
+            begin = tl.load(at, mask=live, other=0) * KV_BLOCK
+            end = tl.load(at + 1, mask=live, other=0) * KV_BLOCK
+            full = tl.load(at + 2, mask=live, other=0) == FULL
+            # The mask may be one of other lengths.
+            length = tl.maximum(tl.minimum(end, kv_length) - begin, 0)
+            whole = tl.where(full, length // BLOCK_N, 0)
+            plain += whole
+            masked += (length + BLOCK_N - 1) // BLOCK_N - whole
+    else:
+        plain = kv_length // BLOCK_N
+        masked = (kv_length + BLOCK_N - 1) // BLOCK_N - plain
+    tl.store(place + 9, run, mask=there)
+    tl.store(place + 10, last_run, mask=there)
+    tl.store(place + 11, masked, mask=there)
+    tl.store(place + 12, plain, mask=there)
+
+
+@triton.jit
+def tile_kernel(
+    offsets, ends, runs, mask_strides, sequences, tile_list, q_length, short_rows, rows,
+    HAS_MASK: tl.constexpr, OF_HEADS: tl.constexpr, PAGE: tl.constexpr, KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Kernel of one program that lists tiles, those of the last rows of blocks first: a sequence's
+    last rows have the most keys under causal masks.
+
+    Args:
+        offsets, ends, runs, mask_strides: as in `anyflex_triton.forward`.
+        tile_list: int32, LIST_HEADER words, and TILE_WORDS for each tile of `rows`.
+        short_rows: sequences with at most this many query rows have no tiles.
+        rows: number of rows of blocks.
+        OF_HEADS: whether each head has a mask of its own, and no steps are listed.
+        BLOCK_M: query rows of a tile.
+    """
+    TILES: tl.constexpr = PACKED_BLOCK // BLOCK_M
+    count = sequences[8]
+    lanes = tl.arange(0, _LANES)
+    before = 0
+    for first in range(0, rows, _LANES):
+        row = rows - 1 - first - lanes
+        owner = tl.load(sequences[0] + row * 2, mask=row >= 0, other=-1)
+        there = (owner >= 0) & (owner < count)
+        begin = tl.load(sequences[1] + owner, mask=there, other=0)
+        end = tl.load(sequences[1] + owner + 1, mask=there, other=0)
+        live = (owner == count) | (there & (end - begin > short_rows))
+        ones = tl.where(live, 1, 0)
+        rank = before + tl.cumsum(ones, 0) - 1
+        before += tl.sum(ones, 0)
+        row = tl.maximum(row, 0)
+        for i in tl.static_range(TILES):
+            tile = sequence_of_tile(
+                sequences, row * TILES + (TILES - 1 - i), q_length, PACKED_BLOCK, PAGE, BLOCK_M,
+            )
+            place = tile_list + LIST_HEADER + (rank * TILES + i) * TILE_WORDS
+            tl.store(place, tile.row, mask=live)
+            tl.store(place + 1, tile.owner, mask=live)
+            tl.store(place + 2, tile.first_row, mask=live)
+            tl.store(place + 3, tile.end_row, mask=live)
+            tl.store(place + 4, tile.b, mask=live)
+            tl.store(place + 5, tile.shift, mask=live)
+            tl.store(place + 6, lanes * 0 + tile.kv_begin, mask=live)
+            tl.store(place + 7, tile.kv_length, mask=live)
+            if PAGE > 0:
+                tl.store(place + 8, line_of_sequence(sequences, tile.owner), mask=live)
+            if not OF_HEADS:
+                run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row, HAS_MASK)
+                store_steps(
+                    place, live, lanes * 0 + run, lanes * 0 + last_run, tile.kv_length, runs,
+                    HAS_MASK, KV_BLOCK, BLOCK_N,
+                )
+    tl.store(tile_list, before * TILES)
+    tl.store(tile_list + 1, 0 if OF_HEADS else 1)
