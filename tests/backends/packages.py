@@ -36,7 +36,7 @@ def run_tests(
     environment = {
         n: v for n, v in os.environ.items() if n == "ANYFLEX_SOAK" or not n.startswith("ANYFLEX_")
     }
-    environment |= {"ANYFLEX_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "2", **variables}
+    environment |= {"ANYFLEX_CACHE_DIR": str(cache), **variables}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=cwd or FOLDER / package,
