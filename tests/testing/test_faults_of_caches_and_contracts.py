@@ -9,12 +9,14 @@ import pytest
 
 from anyflex.testing import child_process
 from anyflex.testing.cases import every_case
+from tests.soak import SOAK
 from tests.testing.faults import caches, contracts, missed, state
 from tests.testing.faults.catching import check_caught, check_passes
 from tests.testing.faults.fault import Fault
 
 LISTED = (*caches.FAULTS, *contracts.FAULTS)
 FAULTS = (*LISTED, *state.FAULTS, *missed.FAULTS)
+TRIED = FAULTS[:: 1 if SOAK else 3]
 
 
 def test_every_fault_of_the_list_is_there() -> None:
@@ -23,11 +25,11 @@ def test_every_fault_of_the_list_is_there() -> None:
     assert all(every_case()[fault.case].quick for fault in FAULTS)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.number}-{fault.case}")
+@pytest.mark.parametrize("fault", TRIED, ids=lambda fault: f"{fault.number}-{fault.case}")
 def test_a_fault_is_caught(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "FORK_SECONDS", 3.0)
     check_caught(fault, tmp_path)
 
 
 def test_the_plugin_without_a_fault_passes_their_cases(tmp_path: Path) -> None:
-    check_passes(FAULTS, tmp_path)
+    check_passes(TRIED, tmp_path)

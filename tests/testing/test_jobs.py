@@ -25,7 +25,7 @@ from anyflex.testing.cases import every_case
 from anyflex.testing.kit_pool import Pool
 from anyflex.testing.runner import Outcome
 from anyflex.testing.session import open_session
-from tests.soak import SOAK
+from tests.soak import SOAK, only_in_soak
 from tests.testing import unruly_backends as unruly
 from tests.testing.backends import DenseKernel, wrong
 
@@ -35,6 +35,7 @@ if sys.platform == "win32":
 ROOT = Path(__file__).resolve().parents[2]
 # The first case needs no forward; `unruly` is the second's backend.
 FEW = ("refusals/undeclared", "processes/bare", "run_time/scale")
+STARTS_PROCESSES = only_in_soak("it starts processes; other tests here show that they are used")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,7 @@ def test_several_processes_give_the_report_of_one(tmp_path: Path) -> None:
     assert {"passed", "skipped"} <= {row["status"] for row in found["2"]["cases"]}
 
 
+@STARTS_PROCESSES
 def test_failures_are_printed_as_they_come_and_reported_in_the_kits_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +107,7 @@ def test_failures_are_printed_as_they_come_and_reported_in_the_kits_order(
     assert len(processes) == 2 and str(os.getpid()) not in processes
 
 
+@STARTS_PROCESSES
 def test_expected_failures_and_what_is_required_hold_there_too(tmp_path: Path) -> None:
     path = tmp_path / "expected.txt"
     path.write_text(
@@ -141,6 +144,7 @@ def test_a_case_that_hangs_ends_its_process_and_the_others_go_on(
     assert "in special" in error and "in processes/bare" in error
 
 
+@STARTS_PROCESSES
 def test_a_process_that_keeps_itself_from_ending_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +171,7 @@ def test_a_process_that_dies_fails_its_case_and_the_others_go_on(
     assert found[1].detail == f"its process {how}"
 
 
+@STARTS_PROCESSES
 def test_what_a_backend_prints_and_reads_is_nothing_to_the_run(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -178,6 +183,7 @@ def test_what_a_backend_prints_and_reads_is_nothing_to_the_run(
     assert "garbage" in captured.err
 
 
+@STARTS_PROCESSES
 def test_a_process_whose_device_is_lost_runs_no_other_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +218,7 @@ def test_a_device_is_lost_if_it_answers_with_an_old_fault(monkeypatch: pytest.Mo
         (unruly.InOneProcess, ExitCode.NOT_RUN, "can't be used here: the abacus is in use by"),
         (unruly.DyingAtStart, ExitCode.BROKEN, "ended with exit status 5, before its first case"),
         (wrong(DenseKernel), ExitCode.USAGE, "is registered in one process only"),
-    ],
+    ][:: 1 if SOAK else 3],
 )
 def test_what_no_process_can_open_ends_the_run(
     backend: type[Backend],
@@ -312,6 +318,7 @@ def becomes(path: Path, state: bool) -> bool:
     return False
 
 
+@STARTS_PROCESSES
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGKILL, -9)]
 )
