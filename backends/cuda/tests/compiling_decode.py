@@ -107,10 +107,11 @@ def launched() -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     none, one, each = (plan.value for plan in (NONE, ALL, EACH))
-    cases = [("documents", 128, each, True, True), ("full", 128, none, True, False)]
+    cases = [("documents", 128, each, True, True)]
     if SOAK:
         cases += [
-            ("full", 128, none, True, True), ("softcap", 128, one, True, True),
+            ("full", 128, none, True, False), ("full", 128, none, True, True),
+            ("softcap", 128, one, True, True),
             ("window", 64, each, False, True),
             ("causal", 128, one, False, True), ("alibi", 128, each, False, True),
             ("full", 64, none, True, True), ("documents", 64, each, False, False),
@@ -122,10 +123,11 @@ def main() -> int:
             found = facts_of(spec, decode_tiles(spec), plan, within, adds)
             name = f"{name} {dim} {plan} {within} {adds}"
             print(json.dumps({"name": name, "adds": adds, **found}), flush=True)
-        packed = [("full", 128, 64, none, True), ("documents", 128, 16, each, False)]
+        packed = [("full", 128, 64, none, True)]
         if SOAK:
             packed += [
-                ("full", 128, 16, none, True), ("softcap", 128, 0, none, True),
+                ("documents", 128, 16, each, False), ("full", 128, 16, none, True),
+                ("softcap", 128, 0, none, True),
                 ("full", 128, 256, none, False), ("full", 64, 48, none, True),
                 ("documents", 64, 64, each, True), ("full", 64, 0, none, False),
                 ("alibi", 128, 32, none, True),

@@ -19,7 +19,7 @@ own."""
 def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     lines = printed_by("compiling_decode.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    count = 9 if SOAK else 2
+    count = 9 if SOAK else 1
     ends = count + count
     of_steps, of_packed, of_calls = found[:count], found[count:ends], found[ends:]
     for facts in of_steps:

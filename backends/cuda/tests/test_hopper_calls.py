@@ -300,7 +300,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
     return int(consumers)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("name", list(CASES)[:: 1 if SOAK else 3])
+@pytest.mark.parametrize("name", list(CASES)[:: 1 if SOAK else 5])
 def test_a_call_gives_what_the_reference_gives(name: str) -> None:
     consumers = check(CASES[name])
     for number, word in enumerate(("one", "two", "three"), 1):
