@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.packages import FOLDER, imported_modules, run_tests
+from tests.soak import SOAK
 
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 LISTED = {
@@ -28,7 +29,7 @@ def test_its_own_tests_pass(tmp_path: Path) -> None:
     compiled = "--ignore-glob=*/test_compiled_*.py"
     passed = re.search(r"(\d+) passed", run_tests("triton", tmp_path, compiled))
     # If the backend refused its machine, the kit would be skipped.
-    assert passed is not None and int(passed[1]) > 1500
+    assert passed is not None and int(passed[1]) > (1500 if SOAK else 400)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -3,10 +3,13 @@ Mac are skipped elsewhere."""
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from importlib.metadata import entry_points
 
 import pytest
 import torch
+from soak import SOAK
 
 from anyflex.plugin import register
 from anyflex_mps.backend import MpsBackend
@@ -19,7 +22,19 @@ def pytest_configure() -> None:
         register("mps", MpsBackend)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave four fifths of a test's cases but the first out, drawn by name, unless it has at most
+    three. `make soak` runs all."""
+    cases = Counter(item.nodeid.partition("[")[0] for item in items)
+    left_out, begun = set(), set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        drawn = test not in begun or zlib.crc32(item.name.encode()) % 5 == 0
+        if not SOAK and cases[test] > 3 and not drawn:
+            left_out.add(item)
+        begun.add(test)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     reason = "no Apple GPU: torch.backends.mps.is_available() is False"
     for item in items:
         if not REAL and item.get_closest_marker("mps"):

@@ -70,7 +70,7 @@ def test_what_runs_beside_the_kernels_of_the_table_compiles_and_fits() -> None:
     }
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [True, *([False] if SOAK else [])])
 def test_lengths_batches_and_strides_compile_once_a_class(training: bool) -> None:
     """Decoding has a kernel for up to 16 rows and one for up to 32. Forward and both kernels of
     backward have one for keys that end where tiles do and one for others."""
