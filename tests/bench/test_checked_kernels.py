@@ -16,6 +16,7 @@ from anyflex.bench.case import BenchCase
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
 from anyflex.bench.presets import PRESETS
 from anyflex.plugin import isolated, register
+from tests.soak import SOAK
 
 pytestmark = pytest.mark.skipif(
     find_spec("anyflex_cuda") is None or find_spec("triton") is None,
@@ -73,7 +74,7 @@ def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object
     ]
 
 
-@pytest.mark.parametrize("case", PRESETS["h200"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PRESETS["h200"][:: 1 if SOAK else 3], ids=lambda case: case.name)
 def test_a_row_s_check_has_the_kernels_that_are_timed(case: BenchCase, hopper: Any) -> None:
     for direction in case.directions:
         row = dataclasses.replace(case, directions=("forward", direction))

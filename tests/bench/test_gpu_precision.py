@@ -13,6 +13,7 @@ import torch
 
 from anyflex.bench.case import make_inputs
 from anyflex.bench.check import Formula
+from tests.soak import only_in_soak
 
 __all__: list[str] = []
 
@@ -73,6 +74,7 @@ def test_the_verdict(
     assert found == [] if told is None else told in "\n".join(found)
 
 
+@only_in_soak("it compiles torch's kernel for a CPU")
 def test_what_it_prints_and_its_exit_status(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = subprocess.run(

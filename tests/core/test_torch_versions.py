@@ -13,6 +13,7 @@ import pytest
 
 from anyflex.tensors import torch_versions
 from anyflex.tensors.torch_versions import TESTED, is_tested
+from tests.soak import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ print(query.grad.shape == query.shape)
         "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
         "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
         "sys.modules['torch.compiler._cache'] = None",
-    ],
+    ][:: 1 if SOAK else 3],
 )
 def test_a_torch_without_a_private_name_is_imported_and_used(missing: str) -> None:
     done = subprocess.run(

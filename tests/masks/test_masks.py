@@ -12,6 +12,7 @@ from anyflex.tracing.trace_cache import traced
 from tests.masks import CASES
 from tests.oracles.differences import differences
 from tests.oracles.runs import dense_to_runs
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -34,7 +35,7 @@ def test_a_mask_is_what_its_definition_says(name: str) -> None:
         assert torch.equal(built.runs[: len(runs)], runs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", list(CASES)[:: 1 if SOAK else 3])
 @pytest.mark.usefixtures("float64_numbers")
 def test_a_call_with_a_mask_gives_what_the_definition_gives(name: str) -> None:
     made = CASES[name].make(TOKENS)

@@ -18,6 +18,7 @@ from anyflex.testing.results import Forward, Results, gradients
 from anyflex.tracing.trace_cache import traced
 from tests.masks.mod_cases import MOD_CASES, SIZES, t5_bucket
 from tests.oracles.differences import differences
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -67,7 +68,7 @@ def test_a_mod_has_the_values_and_gradients_of_its_formula(name: str) -> None:
     assert differences(found, wanted, tolerance=case.tolerance) == []
 
 
-@pytest.mark.parametrize("name", MOD_CASES)
+@pytest.mark.parametrize("name", list(MOD_CASES)[:: 1 if SOAK else 3])
 def test_a_mod_that_is_made_inside_of_a_compiled_function(name: str) -> None:
     case = MOD_CASES[name]
     learned = learned_tensors(name, torch.float32)

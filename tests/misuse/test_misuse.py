@@ -23,6 +23,7 @@ from tests.misuse import (
 )
 from tests.misuse.elsewhere import ELSEWHERE, LATER
 from tests.misuse.row import Attend, Row
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -48,7 +49,9 @@ def test_misuse_with_a_forced_backend(row: Row) -> None:
     check(row, functools.partial(anyflex.flex_attention, backend="reference"))
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.compiled], ids=str)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.compiled][:: 1 if SOAK else 3], ids=str
+)
 def test_misuse_compiled(row: Row) -> None:
     torch._dynamo.reset()
 

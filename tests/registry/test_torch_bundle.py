@@ -23,6 +23,7 @@ from anyflex.registry import register
 from anyflex.runtime import disk_cache, torch_bundle
 from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import make_spec, make_stub
+from tests.soak import only_in_soak
 
 KEY = "0" * 64
 
@@ -224,6 +225,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+@only_in_soak("it starts two processes for what torch does, and not anyflex")
 def test_a_bundle_is_lost_whole_where_anyflex_is_not_imported(tmp_path: pathlib.Path) -> None:
     """torch does this, which is why the docs say: import anyflex before."""
     artifacts().put("code", b"1")
