@@ -154,7 +154,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor]
         None,
     )
     program = torch.export.export(model, traced, dynamic_shapes=dynamic)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(folder / "model.pt2"),
+        # Without optimizing and a precompiled header, which one package has no use for.
+        inductor_configs={
+            "aot_inductor.compile_wrapper_opt_level": "O0",
+            "aot_inductor.precompile_headers": False,
+        },
+    )
     arguments = inputs(70, 2), inputs(131, 3), [causal(), documents(40)], learned
     torch.save(arguments, folder / "arguments")
     done = subprocess.run(

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 import anyflex
 from anyflex.errors import AnyflexError, ArgumentError, ModTraceError
 from anyflex.tracing.trace_cache import traced
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -81,7 +82,7 @@ OF_A_LENGTH: dict[str, Callable[[Any], Any]] = {
 
 
 @WAYS
-@pytest.mark.parametrize("expression", OF_A_LENGTH)
+@pytest.mark.parametrize("expression", list(OF_A_LENGTH)[:: 1 if SOAK else 3])
 def test_a_number_of_a_size_follows_the_size(
     expression: str, program_of: Callable[[Attend], Any]
 ) -> None:
@@ -127,7 +128,7 @@ IN_MODS: dict[str, Callable[[Any], Mod]] = {
 matrix = torch.linspace(-3, 3, 512 * 100).reshape(512, 100)
 
 
-@pytest.mark.parametrize("name", IN_MODS)
+@pytest.mark.parametrize("name", list(IN_MODS)[:: 1 if SOAK else 3])
 def test_a_number_of_a_size_wherever_a_mod_takes_numbers(name: str) -> None:
     mod = IN_MODS[name]
     program = exported(
