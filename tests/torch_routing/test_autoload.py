@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import only_in_soak
+from tests.soak import SOAK, only_in_soak
 
 __all__: list[str] = []
 
@@ -78,7 +78,7 @@ def test_set_it_waits_for_torch_s_module_and_unmodified_code_trains(installed: P
             {"ANYFLEX_TORCH": "1", "ANYFLEX_PLUGINS": "none"},
             "BackendRefused: reroute_torch(): no backend but the reference is usable here",
         ),
-    ],
+    ][: 2 if SOAK else 1],
 )
 def test_a_failure_is_raised_by_each_import_of_torch_s_module_and_never_by_torch(
     variables: dict[str, str], told: str, installed: Path
@@ -127,7 +127,7 @@ for devices in ("npux", "cpu"):
             [],
             "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
         ),
-    ],
+    ][:: 1 if SOAK else 2],
 )
 def test_doctor_tells_whether_it_is_on(
     variables: dict[str, str], devices: list[str], problem: str, installed: Path
