@@ -57,12 +57,13 @@ test-torch:
 	$(READY) test
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# What another torch can break: tracing, autograd, compiling, export, routing, and which types calls take.
+# `make test-torch` runs all.
 test-newest-torch: TORCH := newest
 test-newest-torch:
 	$(READY) test
-	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,core compile registry mods spellings misuse masks block_masks torch_routing/test_switch.py) $(ARGS)
-	@$(RUN) -m anyflex conformance --backend reference --quick
-	@$(RUN) -m anyflex conformance --backend cpu --quick
+	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,core compile spellings/test_accepted.py spellings/test_compiled.py spellings/test_torch_derivatives.py registry/test_torch_bundle.py mods/test_gradients_stopped.py misuse/test_untraceable_mods.py torch_routing/test_switch.py) $(ARGS)
+	@$(RUN) -m anyflex conformance --backend cpu --quick $(foreach part,backward compiled declared forward inputs precision run_time state,--case '$(part)/*')
 
 # The tests in full, hours: of random calls, compiles and kits `make test` runs a part (tests/soak.py).
 soak: $(NEWEST_TRITON)
@@ -122,12 +123,12 @@ bench-nvidia:
 	$(READY) test
 	@bash scripts/nvidia_checks.sh $(RUN) measure build/nvidia/measure
 
-# Forward and decoding of Hopper's, Blackwell's and the portable kernels: `make test` compiles more with the pinned
-# Triton, and `make soak` all with both.
+# Forward and decoding of Hopper's, Blackwell's and the portable kernels in bfloat16: `make test` compiles backward too,
+# with the pinned Triton, and `make soak` all with both.
 test-newest-triton: $(NEWEST_TRITON)
 	$(READY) test
-	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(filter-out %_backward.py,$(wildcard backends/cuda/tests/test_compiled_*.py)) $(ARGS)
-	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper,blackwell,amd --types bfloat16,float32 --dims 128 --patterns causal --kernels forward,decode --compare --brief
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(filter-out %_backward.py %_once.py,$(wildcard backends/cuda/tests/test_compiled_*.py)) $(ARGS)
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper,blackwell,amd --types bfloat16 --dims 128 --patterns causal --kernels forward,decode --compare --brief
 
 $(NEWEST_TRITON):
 	$(READY) test
