@@ -82,7 +82,7 @@ def test_generated_tokens(family: Family, cache: str) -> None:
         torch.testing.assert_close(step, logits, atol=5e-5 * float(logits.abs().max()), rtol=0)
 
 
-@named(some([family for family in FAMILIES if family.compiles], 4))
+@named(some([family for family in FAMILIES if family.compiles], 8))
 def test_one_graph_computes_the_same(family: Family) -> None:
     ours, eager = pair(family, "compiles")
     mask = padding("left")
@@ -106,7 +106,7 @@ def assert_equal_models(compiled: Any, ours: Any, eager: Any, inputs: Any, mask:
     assert_equal(Called(), eager, inputs, mask.bool())
 
 
-@named(some([family for family in FAMILIES if family.kind == "decoder"], 6))
+@named(some([family for family in FAMILIES if family.kind == "decoder"], 12))
 def test_training_steps(family: Family) -> None:
     models = pair(family)
     inputs = inputs_of(family)["input_ids"]
