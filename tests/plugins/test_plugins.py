@@ -66,7 +66,7 @@ def test_the_example_declares_every_operation_and_type(tmp_path: Path) -> None:
         assert backend.capabilities.node_dtypes == frozenset(DTYPES.values())
 
 
-@only_in_soak("tests/testing/test_numerical_faults.py runs these cases on the same plugin")
+@only_in_soak("tests/testing/test_numerical_faults.py runs some of its cases on the same plugin")
 def test_the_quick_subset_of_the_kit_passes_on_the_example(tmp_path: Path) -> None:
     printed = run_tests(EXAMPLE, tmp_path, "-k", "TestConformance", "-o", "addopts=")
     passed = re.search(r"(\d+) passed", printed)
@@ -74,6 +74,7 @@ def test_the_quick_subset_of_the_kit_passes_on_the_example(tmp_path: Path) -> No
 
 
 @COMPILES
+@only_in_soak("torch's compiler takes seconds a case; the plugin's other tests use it")
 def test_the_kit_s_cases_that_torch_s_own_code_fails_pass_or_are_expected_to_fail(
     tmp_path: Path,
 ) -> None:
