@@ -171,6 +171,7 @@ def test_levels_that_the_compiler_does_not_know_are_left_out_and_it_says_so(
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 @pytest.mark.skipif(not HAS_AVX2, reason="needs a processor with AVX2")
+@only_in_soak("CMake tries the flags of every level")
 def test_a_level_is_left_out_for_its_own_flags_alone(tmp_path: Path) -> None:
     tools = without_flag(copy_tools(tmp_path / "tools", *TOOLS), "-mamx-tile")
     line = ["cmake", "-S", str(BACKEND / "native"), "-B", str(tmp_path / "build")]

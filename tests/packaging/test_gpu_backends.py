@@ -12,9 +12,11 @@ import pytest
 
 from tests.packaging.conftest import CURRENT_PIP, PIPS, ROOT, write_stub_wheel
 from tests.packaging.interpreters import Environment, make_environment
+from tests.soak import SOAK, only_in_soak
 
 pytestmark = pytest.mark.packaging
 
+INSTALLS = only_in_soak("it installs what test_extras.py reads, as other tests here do")
 IPEX = "intel-extension-for-pytorch"
 INSTALLED = """
 from importlib.metadata import distributions, entry_points
@@ -74,6 +76,7 @@ def test_the_extra_xpu_brings_both_packages_and_no_triton(
     assert "triton" not in versions and IPEX not in versions
 
 
+@INSTALLS
 def test_the_extra_rocm_brings_the_portable_backend_alone(
     checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +99,7 @@ def test_the_extra_cuda_brings_both_packages_and_triton(
     assert versions["triton"] == "3.6.0" and "anyflex-xpu" not in versions
 
 
+@INSTALLS
 @pytest.mark.parametrize("there", [None, "2.8.10+xpu"])
 def test_the_extra_xpu_ipex_keeps_an_ipex_that_is_there(
     there: str | None, checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
@@ -111,6 +115,7 @@ def test_the_extra_xpu_ipex_keeps_an_ipex_that_is_there(
     assert backends == BACKENDS and "triton" not in versions
 
 
+@INSTALLS
 def test_the_packages_install_editable_beside_core(
     checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +125,7 @@ def test_the_packages_install_editable_beside_core(
     assert installed(environment)[1] == BACKENDS
 
 
+@INSTALLS
 def test_the_extra_mps_installs_without_an_apple_gpu_and_brings_no_triton(
     checkout: Path, pips: dict[str, Path], house: Path, tmp_path: Path
 ) -> None:
@@ -133,7 +139,7 @@ def test_the_extra_mps_installs_without_an_apple_gpu_and_brings_no_triton(
     assert not [name for name in versions if "triton" in name or "cuda" in name]
 
 
-@pytest.mark.parametrize("name", ["triton", "xpu", "mps"])
+@pytest.mark.parametrize("name", ["triton", *(["xpu", "mps"] if SOAK else [])])
 def test_a_wheel_has_its_types_and_licence_and_requires_no_triton(
     name: str, checkout: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:
