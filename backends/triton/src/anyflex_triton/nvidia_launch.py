@@ -9,6 +9,7 @@ call. It is optional: Triton launches what it doesn't take.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import struct
 import sys
@@ -273,6 +274,12 @@ class Parameters:
         return Launcher(launch)
 
 
+@functools.lru_cache(1)
+def _driver() -> ctypes.CDLL:
+    # Opening it takes longer than encoding, and a growing KV cache has new descriptors each step.
+    return ctypes.CDLL(_LIBRARY)
+
+
 def _encoded(
     address: int, shape: Sequence[int], strides: Sequence[int], meta: Mapping[str, Any]
 ) -> bytes:
@@ -289,7 +296,7 @@ def _encoded(
 
     room = ctypes.create_string_buffer(_DESCRIPTOR_BYTES + _ALIGNMENT)
     begin = -ctypes.addressof(room) % _ALIGNMENT
-    status = ctypes.CDLL(_LIBRARY).cuTensorMapEncodeTiled(
+    status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(room) + begin),
         TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
         len(shape),
