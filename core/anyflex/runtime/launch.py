@@ -89,7 +89,7 @@ def launch_forward(
             else:
                 saved = cut(saved_bytes, specs, new=True) or ()
         if plan.works:
-            workspace = take(query.device, plan.kernel.workspace(call, "forward"))
+            workspace = take(plan.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
         if plan.checks_reads:
             from anyflex.reference.forward import check_reads
