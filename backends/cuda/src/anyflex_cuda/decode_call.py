@@ -24,7 +24,7 @@ from anyflex_triton.building import (
     Program,
     Programs,
     call_sizes,
-    launch_all,
+    compile_missing,
     layout_like,
     layout_of,
     mask_rows,
@@ -320,21 +320,24 @@ def launch_decode(
         portable: the spec's programs in plain Triton.
         fit: the call's `DecodeFit`.
     """
-    partial_out, edges = out.workspace[0], out.workspace[-1]
-    o_layout = layout_of(out.out)
+    partial_out, result, device = out.workspace[0], out.out, call.query.device
     mods = made.mods(call, fit.even)
-    wanted = wanted_outputs(out)
     # One dict serves all kernels: a name means the same in each of them.
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values.update(output_values(out, partial_out))
     values["query"], values["key"], values["value"] = call.query, call.key, call.value
     values["partial_out"] = values["counts"] = partial_out
-    values["edges"] = edges
+    values["edges"] = out.workspace[-1]
 
     def make() -> list[FixedLaunch]:
+        o_layout, wanted = layout_of(result), wanted_outputs(out)
         unit = o_layout.unit
         fixed = {**fit.fixed, "o_strides": o_layout.strides}
-        program = decode_program(made, tiles, fit.plan, mods, fit.adds, unit, wanted)
+        signature = (fit.plan, mods.key, fit.adds, unit, *wanted.values())
+        program = made.decoding(
+            signature,
+            lambda: decode_program(made, tiles, fit.plan, mods, fit.adds, unit, wanted),
+        )
         main = FixedLaunch(program, fit.programs, fixed, DESCRIBED)
         found = [main]
         if not fit.adds:
@@ -346,10 +349,16 @@ def launch_decode(
             kernel, options = decode_steps.steps_kernel, Options(4, 1)
             steps = portable.fixed_launch(kernel, programs, constants, options, fixed, types=TYPES)
             found.insert(0, steps)
+        compile_missing([each.program for each in found], device)
         return found
 
-    parts = made.kept(call, ("anyflex_cuda.decode", mods.key, o_layout, *wanted.values()), make)
-    launch_all([part.launch(values) for part in parts], call.query.device)
+    # What `make` makes follows from these and the call's shapes. Its layouts take longer to find.
+    key = (
+        "anyflex_cuda.decode", mods.key, out.lse is None, out.max_scores is None, len(out.saved),
+        result.stride(), result.data_ptr() % BYTES,
+    )  # fmt: skip
+    for part in made.kept(call, key, make):
+        part.run(device, values)
 
 
 def sums_launch(

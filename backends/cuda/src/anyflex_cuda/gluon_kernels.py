@@ -21,6 +21,7 @@ from anyflex_triton.building import (
     CompiledFiles,
     KernelInputs,
     Mods,
+    Program,
     Programs,
     mask_scores_source,
 )
@@ -36,6 +37,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_FIT = "anyflex_cuda.fit"
+"""Key of a call's fit in `Call.kept`."""
 _OF_ALL = ("finer_mask", "autotune")
 FORWARD_OPTIONS = ("block_m", "block_n", "num_warps", "num_stages", *_OF_ALL)
 BACKWARD_OPTIONS = (
@@ -82,6 +85,7 @@ class GluonPrograms(Programs):
         self.types.update(TYPES)
         if not self.is_packed:
             self.constants["tile_list"] = None
+        self._decoding: dict[object, Program] = {}
         # If False, pointers are checked too: the spec may be unaligned because of strides alone.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":
@@ -101,8 +105,20 @@ class GluonPrograms(Programs):
             query, key, value = call.query, call.key, call.value
             if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
                 return None
-        # None is a result too.
-        return self.kept(call, "anyflex_cuda.fit", lambda: (make(call),))[0]
+        # Calls of shapes that were seen before need neither a function nor its arguments.
+        found: tuple[T | None] | None = None if call.kept is None else call.kept.get(_FIT)
+        if found is None:
+            # None is a result too.
+            found = self.kept(call, _FIT, lambda: (make(call),))
+        return found[0]
+
+    def decoding(self, key: object, make: Callable[[], Program]) -> Program:
+        """Return the decoding kernel that `make` made for this key, which must tell its
+        signature: writing that takes longer, and a growing KV cache asks for each length."""
+        found = self._decoding.get(key)
+        if found is None:
+            found = self._decoding[key] = make()
+        return found
 
 
 def mod_constants(mods: Mods, totals: Sequence[Tensor] = ()) -> dict[str, object]:

@@ -7,7 +7,8 @@ Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the 
                        `mask_rows`, a block mask's runs; `Arguments` and `types_of` describe a
                        kernel's parameters; `padded`
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
-Launches               `Launch`, `FixedLaunch`, `launch_all`; `compile_with_next`
+Launches               `Launch`, `FixedLaunch`, `launch_all`; `compile_missing` and
+                       `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
 Packed sequences       `sequences_of`, an argument of kernels
 Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
@@ -57,7 +58,7 @@ from anyflex_triton.kernel_signatures import (
     padded,
     wanted_outputs,
 )
-from anyflex_triton.launch import FixedLaunch, Launch, launch_all
+from anyflex_triton.launch import FixedLaunch, Launch, compile_missing, launch_all
 from anyflex_triton.mask_refinement import mask_rows, with_rows
 from anyflex_triton.mods import (
     IMPORTED_OPERATIONS,
@@ -94,6 +95,7 @@ __all__ = [
     "backward_values",
     "call_sizes",
     "captured_additions",
+    "compile_missing",
     "compile_with_next",
     "expected_backward",
     "integer_specs",

@@ -27,6 +27,7 @@ __all__ = [
     "Launch",
     "begin_compiling",
     "compile_all",
+    "compile_missing",
     "kept_launch",
     "launch_all",
     "milliseconds",
@@ -177,16 +178,20 @@ def begin_compiling(programs: Sequence[Program], target: Any) -> None:
         threading.Thread(target=compile_first, name="anyflex-triton").start()
 
 
-def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
-    """Compile all launches' programs, then run them one after the other on the current stream of
-    the current device."""
-    missing = [
-        launch.program for launch in launches if not launch.program.is_compiled(device.index)
-    ]
+def compile_missing(programs: Sequence[Program], device: torch.device) -> None:
+    """Compile those of the programs that aren't compiled for the current device, several at a
+    time. A single one is left to its launch."""
+    missing = [program for program in programs if not program.is_compiled(device.index)]
     if len(missing) > 1 and device.type != "cpu":
         errors = [error for _, error in compile_all(missing, device) if error is not None]
         if errors:
             raise errors[0]
+
+
+def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
+    """Compile all launches' programs, then run them one after the other on the current stream of
+    the current device."""
+    compile_missing([launch.program for launch in launches], device)
     for launch in launches:
         launch.run(device)
 
