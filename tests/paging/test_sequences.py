@@ -317,6 +317,17 @@ WRONG: dict[str, tuple[Callable[[Sequences], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.parametrize("wrong", [(0, 1.0), (0, True), (False, 1), (0.0, 1)])
+def test_a_request_that_equals_the_last_one_must_be_of_ints_too(wrong: Any) -> None:
+    sequences = Sequences(2, 4, 8, 4)
+    assert sequences.open() == 0
+    for _ in range(2):
+        with pytest.raises(ArgumentTypeError, match="must be an int, got"):
+            sequences.reserve([wrong])
+        assert sequences.reserve([(0, 1)]) is not None
+    assert sequences.length(0) == 2
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_use_is_named_and_changes_nothing(name: str) -> None:
     call, error, match = WRONG[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -194,7 +194,7 @@ class Sequences:
     def reserve(self, wanted: Sequence[tuple[int, int]]) -> Reserved | None:
         """Reserve room for [(slot, new tokens)]: all of it, or nothing and None."""
         # Most steps of decoding ask for what the last one did, and reading that takes longest.
-        if type(wanted) is not list or wanted != self._last_wanted:
+        if type(wanted) is not list or wanted != self._last_wanted or not _all_ints(wanted):
             # Pairs that are tuples are compared by their identity first.
             self._last_wanted, self._last_request = self._read(wanted)
         request = self._last_request
@@ -216,6 +216,8 @@ class Sequences:
         """Check a request's form, and return its pairs and what a step needs of them."""
         try:
             pairs = [tuple(pair) for pair in wanted]
+            if bool in _types(pairs):
+                raise TypeError("a bool is no slot and no number of tokens")
             counts = dict(wanted)
             slots = _tensor(array("q", [*counts]), torch.int64)
             tokens = _tensor(array("i", [*counts.values()]), torch.int32)
@@ -336,6 +338,15 @@ class Sequences:
                 )
             seen.add(slot)
         raise AssertionError("a step's request is in order") from cause
+
+
+def _types(pairs: Sequence[Sequence[object]]) -> set[type]:
+    return set(map(type, chain.from_iterable(pairs)))
+
+
+def _all_ints(pairs: Sequence[Sequence[object]]) -> bool:
+    """Whether all are ints: 3.0 and True equal some."""
+    return _types(pairs) <= {int}
 
 
 def _tensor(numbers: array[int], dtype: torch.dtype) -> Tensor:
