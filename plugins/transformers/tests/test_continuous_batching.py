@@ -215,8 +215,9 @@ def dense(
             keys = torch.arange(last - first)
             if causal:
                 scores = scores.masked_fill(keys > rows, -torch.inf)
-            if causal and window is not None:
+            if window is not None:
                 scores = scores.masked_fill(keys <= rows - window, -torch.inf)
+                scores = scores.masked_fill(keys >= rows + window, -torch.inf)
             out[begin:end, head] = scores.softmax(-1) @ value[0, head // 2, first:last]
     return out
 

@@ -52,7 +52,8 @@ def packed_attention(
         offsets: of the sequences.
         score_mod: of positions in a sequence, or None.
         sees: (causal, window). A sequence's last row is that of its last key; causal, a row sees
-            no later keys, and with a window only its last `window` keys.
+            no later keys, and with a window only its last `window` keys. Not causal, a window has
+            as many on either side, the row's own included in both.
         scaling, kernel_options: as for `anyflex.flex_attention`.
         sinks: [Hq] or None.
 
@@ -72,7 +73,7 @@ def packed_attention(
         value,
         _step(module, offsets),
         score_mod,
-        _mask_mod(window) if causal else None,
+        _mask_mod(causal, window),
         scale=scaling,
         enable_gqa=True,
         sinks=sinks,
@@ -82,8 +83,12 @@ def packed_attention(
 
 
 @functools.lru_cache(maxsize=16)
-def _mask_mod(window: int | None) -> Any:
-    return anyflex.masks.causal() if window is None else anyflex.masks.causal_window(window)
+def _mask_mod(causal: bool, window: int | None) -> Any:
+    if window is None:
+        return anyflex.masks.causal() if causal else None
+    if causal:
+        return anyflex.masks.causal_window(window)
+    return anyflex.masks.sliding_window(window - 1, window - 1)
 
 
 class _Begun(NamedTuple):
