@@ -73,7 +73,8 @@ def attention(
         ArgumentError: a mask or bias of a shape that doesn't fit, or a keyword that would change
             the result in a way that is unknown here.
     """
-    _refuse_unknown(module, others)
+    if others:
+        _refuse_unknown(module, others)
     if output_attentions:
         warnings.warn(
             "attn_implementation='anyflex' returns no attention weights, for output_attentions; "
@@ -104,16 +105,22 @@ def attention(
     if isinstance(given, Tensor):
         block_mask, on_scores = None, given
     elif isinstance(given, Carrier):
-        block_mask, on_scores = given.own, given.seen
-        if on_scores is not None and on_scores.device.type == "cpu" and not is_compiling():
-            # Fewer keys cost less than a mask. An accelerator would have to be waited for.
-            keys, on_scores = int(on_scores), None
+        block_mask = given.own
+        if not is_compiling() and given.count is not None:
+            # Fewer keys cost less than a mask.
+            keys = given.count
             key, value = key[:, :, :keys], value[:, :, :keys]
+        else:
+            on_scores = given.seen
+    changed: Any = None
+    if softcap is not None or position_bias is not None or on_scores is not None:
+        shape = (query.shape[0], query.shape[1], rows, keys)
+        changed = score_mod(shape, softcap, position_bias, on_scores)
     out = anyflex.flex_attention(
         query,
         key,
         value,
-        score_mod((*query.shape[:3], keys), softcap, position_bias, on_scores),
+        changed,
         block_mask,
         scaling,
         enable_gqa=True,

@@ -30,6 +30,7 @@ class Carrier(TorchBlockMask):
             first `seen` keys.
         shape: (B, 1, Q_LEN, KV_LEN).
         seen: number of keys, a 0-d tensor on the device of attention, or None.
+        count: the same number where the host has read it, else None.
     """
 
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -41,11 +42,13 @@ class Carrier(TorchBlockMask):
         own: anyflex.BlockMask | None,
         shape: tuple[int, int, int, int],
         seen: Tensor | None = None,
+        count: int | None = None,
     ) -> None:
         # Without torch's __init__, which would make its index lists.
         self.own = own
         self.shape = shape
         self.seen = seen
+        self.count = count
 
     def __getitem__(self, index: Any) -> Carrier:
         """Return the mask of consecutive rows: ``mask[:, :, start:stop, :]``."""
@@ -57,7 +60,8 @@ class Carrier(TorchBlockMask):
         if step != 1:
             _refuse(f"[{index!r}]")
         own = None if self.own is None else self.own.row_slice(start, stop)
-        return Carrier(own, (*self.shape[:2], stop - start, self.shape[3]), self.seen)
+        rest = self.seen, self.count
+        return Carrier(own, (*self.shape[:2], stop - start, self.shape[3]), *rest)
 
     def to(self, *arguments: Any, **options: Any) -> Carrier:
         """Return the mask on a device; it has no dtype."""
@@ -69,7 +73,7 @@ class Carrier(TorchBlockMask):
             return self
         own = None if self.own is None else self.own.to(device)
         seen = None if self.seen is None else self.seen.to(device)
-        return Carrier(own, self.shape, seen)
+        return Carrier(own, self.shape, seen, self.count)
 
     def contiguous(self) -> Carrier:
         """Return the mask itself. Some versions' generate() calls it on any mask."""

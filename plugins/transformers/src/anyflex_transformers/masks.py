@@ -60,7 +60,11 @@ def mask(
     shape = batch_size, 1, q_length, kv_length
     if plain and causal and isinstance(q_offset, Tensor):
         # A tensor of its own: the cache increments its one in place, before attention is called.
-        return Carrier(None, shape, (q_offset + (1 - kv_offset)).view(()))
+        seen = (q_offset + (1 - kv_offset)).view(())
+        # Only a device that was waited for just now, for `_padding`, is waited for again.
+        waited = attention_mask is not None or seen.device.type == "cpu"
+        count = int(seen) if waited and not tracing else None
+        return Carrier(None, shape, seen, count)
     positions = _Positions(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     if row:
         return positions.dense(mask_function, padding, vmap=use_vmap)
