@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from packed_faults import PACKED_TABLE
+
 from anyflex_mps.arguments import place
 
 __all__ = ["BARRIERS", "FAULTS", "Barrier", "Fault", "kernel_of", "places_of"]
@@ -16,6 +18,9 @@ def kernel_of(text: str) -> str:
     (name,) = re.findall(r"^kernel void (\w+)\(", text, re.MULTILINE)
     return str(name)
 
+
+_TRAINING, _DECODING = "training", "decoding"
+_NONFINITE = "training beyond finite numbers"
 
 # Barriers
 
@@ -49,15 +54,12 @@ class Barrier(NamedTuple):
     Args:
         kernel: name of the kernel.
         place: where it is.
+        call: name of the call that needs it.
     """
 
     kernel: str
     place: str
-
-    @property
-    def call(self) -> str:
-        """Name of the call that needs it, of `small_calls.CALLS`."""
-        return _DECODING if self.kernel == "decode" else _NONFINITE
+    call: str = ""
 
     def seeded(self, text: str) -> str:
         """Return a kernel's source without the barrier, which it may not have.
@@ -73,8 +75,22 @@ class Barrier(NamedTuple):
         return text[: left_out.start()] + text[left_out.end() :]
 
 
-BARRIERS = [Barrier(kernel, place) for kernel, places in _PLACES.items() for place in places]
-"""All barriers of all kernels."""
+def _calls_of(kernel: str) -> tuple[str, ...]:
+    # Packed keys and pages share the statements around barriers.
+    if kernel == "decode":
+        return _DECODING, "packed decoding"
+    if kernel == "forward":
+        return _NONFINITE, "paged beyond finite numbers"
+    return (_NONFINITE,)
+
+
+BARRIERS = [
+    Barrier(kernel, place, call)
+    for kernel, places in _PLACES.items()
+    for call in _calls_of(kernel)
+    for place in places
+]
+"""All barriers of all kernels, of dense and of packed calls."""
 
 
 # Indices and bounds
@@ -85,7 +101,7 @@ class Fault(NamedTuple):
 
     Args:
         kernel: name of the kernel.
-        call: name of the call that finds the fault, of `small_calls.CALLS`.
+        call: name of the call that finds the fault.
         name: of the fault.
         old: text that is replaced. It is there once, in some source of the kernel.
         new: text in its place.
@@ -103,9 +119,7 @@ class Fault(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-_TRAINING, _DECODING = "training", "decoding"
 _DEAD = "training with dead rows and keys"
-_NONFINITE = "training beyond finite numbers"
 _REPEATABLE = "repeatable training"
 _NONFINITE_DECODING = "decoding beyond finite numbers"
 
@@ -291,6 +305,6 @@ def _with_places(text: str) -> str:
 
 FAULTS = [
     Fault(kernel, call, name, *map(_with_places, texts))
-    for (kernel, call), faults in _TABLE.items()
+    for (kernel, call), faults in [*_TABLE.items(), *PACKED_TABLE.items()]
     for name, texts in faults.items()
 ]

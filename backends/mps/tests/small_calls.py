@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from emulated_backend import Emulated
+from packed_calls import PackedCall
 from torch import Tensor
 
 import anyflex
@@ -164,7 +165,7 @@ def _score_mod(slope: Tensor, position: Tensor) -> Mod:
     )
 
 
-def wrong_results(call: SmallCall) -> list[str]:
+def wrong_results(call: SmallCall | PackedCall) -> list[str]:
     """Return the names of the results that differ from the formula's."""
     wrong = []
     for name, found in call.results().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -146,6 +147,17 @@ def test_an_output_may_need_wider_offsets_than_its_inputs(rows: int, wide: bool)
     """The query's elements fit 32 bits: those of an out of 256 columns don't."""
     call = call_of(empty(1, 1, rows, 1), empty(1, 1, 70, 1), empty(1, 1, 70, 256))
     assert is_wide(launched(call, 256)["forward"]) is wide
+
+
+def test_positions_and_slots_of_packed_sequences_may_be_any_int() -> None:
+    """The host doesn't know them: a difference of positions may need 64 bits."""
+    graph = parse_graph("input i64 - q_idx;input i64 - b;sub i64 0,1 -;cast f32 2 -;=3")
+    dense = Spec("mps", "apple9", torch.float16, 16, 16, score_graph=graph)
+    packed = replace(dense, q_layout="packed", kv_layout="packed")
+    assert "const int v0 = q_idx - b;" in mods_source(dense)
+    assert "const long v0 = " not in mods_source(dense)
+    assert re.search(r"const long v\d+ = .*\(ulong\)", mods_source(packed)) is None
+    assert re.search(r"const long v\d+ = v\d+ - v\d+;", mods_source(packed))
 
 
 SIZES = [

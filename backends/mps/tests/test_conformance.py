@@ -38,18 +38,18 @@ class TestEmulated(Conformance):
     device = "cpu"
     require = ("forward", "backward", "decode")
     quick = True
-    # All but the other cases of ragged/*: core makes dense calls of them, and their mods would
-    # take minutes to compile. make test leaves out more of what is compiled for a mod of its own
-    # (`test_operations.py` and `test_mods.py` have each), of equal shapes, and of processes.
+    # make test leaves out most of what is compiled for a mod of its own (`test_operations.py` and
+    # `test_mods.py` have each), of equal shapes, and of processes.
     cases = (
-        ("[!r]*", "refusals/*", "run_time/*", "ragged/paged")
+        ()
         if SOAK
         else (
             "aux/*", "backward/*", "declared/*", "decod*/*", "determinism/*", "devices/*",
             "dropout/*", "forward/*", "gradients/[!kqv]*", "inputs/*", "large_scores/*",
             "layouts/*_long", "masks/[b-d]*", "memory/*", "mods/[a-c]*", "precision/*",
-            "ragged/paged", "refusals/*", "run_time/*", "shapes/*[a-z]", "shapes/*_*[17]",
-            "state/*", "structure/*",
+            "ragged/no_rows_between", "ragged/page_*", "ragged/paged", "ragged/p*_and_decoding",
+            "ragged/parts_of_the_keys", "ragged/sinks_in_pages", "refusals/*", "run_time/*",
+            "shapes/*[a-z]", "shapes/*_*[17]", "state/*", "structure/*",
         )
     )  # fmt: skip
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 from emulator import SCHEDULES, KernelFault, compile_shader
 from kernel_faults import BARRIERS, FAULTS, Barrier, Fault, kernel_of, places_of
-from small_calls import CALLS, Poisoned, wrong_results
+from packed_calls import CALLS as PACKED_CALLS
+from packed_calls import PackedCall
+from small_calls import CALLS as DENSE_CALLS
+from small_calls import Poisoned, SmallCall, wrong_results
 from soak import SOAK
 
 from anyflex.plugin import BackendRefused, PluginError, isolated, register
@@ -19,6 +22,7 @@ from anyflex.testing import posing
 from anyflex_mps.dump import SPECS, texts_of
 from anyflex_mps.shaders import CompileShader
 
+CALLS: dict[str, SmallCall | PackedCall] = {**DENSE_CALLS, **PACKED_CALLS}
 SEEDED = dict.fromkeys(
     FAULTS if SOAK else [*{fault.kernel: fault for fault in FAULTS}.values(), *FAULTS[::8]]
 )
@@ -98,7 +102,7 @@ def seeded(fault: Barrier | Fault) -> tuple[Callable[[str], str], list[str]]:
     return change, changed
 
 
-@pytest.mark.parametrize("barrier", BARRIERS, ids=lambda each: f"{each.kernel}: {each.place}")
+@pytest.mark.parametrize("barrier", BARRIERS, ids=lambda each: f"{each.call}: {each.place}")
 def test_a_kernel_without_one_of_its_barriers_races(barrier: Barrier) -> None:
     number = BARRIERS.index(barrier)
     for schedule in SCHEDULES if SOAK else SCHEDULES[number % len(SCHEDULES) :][:1]:

@@ -185,4 +185,8 @@ def test_the_fullest_spec_is_refused_from_its_own_count_on(determinism: str, q_c
 def test_calls_whose_captured_tensors_are_few_need_no_count(
     q_class: str, dtype: torch.dtype
 ) -> None:
-    assert buffer_count(replace(FULLEST, q_class=q_class, dtype=dtype)) <= OWN_BUFFERS
+    dense = replace(FULLEST, q_class=q_class, dtype=dtype)
+    dense = replace(dense, sinks=True)
+    paged = replace(dense, q_layout="packed", kv_layout="paged", page_size=16, gradients=())
+    for spec in (dense, paged):
+        assert buffer_count(spec) <= OWN_BUFFERS

@@ -20,7 +20,10 @@ _BOUNDS = {
 
 def check_sizes(call: Call) -> None:
     """Raise BackendRefused where an index is beyond what the kernels' integers are made for."""
-    sizes = (*call.query.shape[:3], call.key.shape[2])
+    keys = call.key.shape[2]
+    if call.packed is not None:
+        keys = max(keys, call.packed.max_kv)
+    sizes = (*call.query.shape[:3], keys)
     for (name, most), size, offset in zip(_BOUNDS.items(), sizes, call.index_offsets, strict=True):
         if offset < 0 or size + offset > most:
             begin = f", from {offset} on," if offset else ""

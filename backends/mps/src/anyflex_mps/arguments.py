@@ -17,7 +17,8 @@ __all__ = ["Entry", "floats_of", "integers_of", "place", "strides_of"]
 
 _SIZES = (
     "q_length", "kv_length", "batch", "heads", "mask_batch", "mask_head", "splits", "split_length",
-    "row_plane", "elements", "batch_shift", "head_shift", "row_shift", "key_shift",
+    "row_plane", "elements", "batch_shift", "head_shift", "row_shift", "key_shift", "sequences",
+    "most_rows", "most_keys", "pages", "table_height", "table_stride", "table_named",
 )  # fmt: skip
 """Entries that are one number each."""
 _TENSORS = ("query", "key", "value", "out", "rest", "dout", "dq", "dk", "dv", "dlse")

@@ -51,7 +51,7 @@ class MpsBackend(Backend):
         gradients=frozenset({"q", "k", "v", "captured", "lse"}),
         deterministic=True,
         captured_dtypes=_TYPES,
-        known_fields=CONTRACT_1_FIELDS | {"sinks"},
+        known_fields=CONTRACT_1_FIELDS | {"sinks", "q_layout", "kv_layout", "page_size"},
         node_dtypes=_TYPES,
     )
 

@@ -9,7 +9,12 @@ import torch
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_mps.arguments import strides_of
 from anyflex_mps.decode import ROWS_A_GROUP, combine_shader, decode_shader
-from anyflex_mps.forward_call import call_entries, mask_tensors, saved_tensors
+from anyflex_mps.forward_call import (
+    call_entries,
+    mask_tensors,
+    saved_tensors,
+    sequence_tensors,
+)
 from anyflex_mps.launch import launch
 from anyflex_mps.spec_shaders import SpecShaders
 from anyflex_mps.tiles import Tile, tile_for
@@ -32,10 +37,18 @@ def _packed_heads(spec: Spec, call: Call) -> int:
 
 def decodes(spec: Spec, call: Call) -> bool:
     """Return whether a call's forward is made of splits."""
-    length = call.query.shape[2]
+    length = call.query.shape[2] if call.packed is None else call.packed.max_q
     if not 0 < length * _packed_heads(spec, call) <= MOST_ROWS:
         return False
     return call.mask is None or length <= spec.block_size[0]
+
+
+def _units(call: Call) -> tuple[int, int, int]:
+    """Return the number of batch entries or packed sequences that are decoded, and the most query
+    rows and keys of one."""
+    if call.packed is None:
+        return call.query.shape[0], call.query.shape[2], call.key.shape[2]
+    return call.packed.blocks.shape[0], call.packed.max_q, call.packed.max_kv
 
 
 class Splits(NamedTuple):
@@ -60,12 +73,11 @@ def splits_of(spec: Spec, call: Call, cores: int) -> Splits:
     Args:
         cores: of the GPU.
     """
-    batch, heads, rows = call.query.shape[:3]
+    units, rows, keys = _units(call)
     packed = _packed_heads(spec, call)
     tile = tile_for("decode", spec, packed * rows)
     tiles = -(-packed * rows // tile.rows)
-    keys = call.key.shape[2]
-    groups = batch * heads // packed * tiles
+    groups = units * (call.query.shape[1] // packed) * tiles
     wanted = _GROUPS_A_CORE * cores // max(groups, 1)
     number = max(1, min(wanted, keys // _LEAST_SPLIT))
     steps = -(-max(keys, 1) // tile.step)
@@ -87,8 +99,10 @@ def launch_decode(made: SpecShaders, call: Call, out: Outputs) -> None:
     splits = splits_of(spec, call, made.cores)
     batch, heads, length = call.query.shape[:3]
     mask, numbers = mask_tensors(call.mask)
+    sequences, bounds = sequence_tensors(call)
     entries = {
         **call_entries(call),
+        **bounds,
         **numbers,
         "splits": splits.number,
         "split_length": splits.length,
@@ -99,10 +113,10 @@ def launch_decode(made: SpecShaders, call: Call, out: Outputs) -> None:
         "query": call.query, "key": call.key, "value": call.value, "out": out.out,
         "lse": out.lse, "max_scores": out.max_scores, "sinks": call.sinks,
         "partial_out": partial_out, "partial_sums": partial_sums,
-        **saved_tensors(spec, out.saved), **mask,
+        **saved_tensors(spec, out.saved), **sequences, **mask,
     }  # fmt: skip
     shader = made.written(decode_shader, splits.tile, splits.packed)
-    groups = (splits.number * splits.tiles, heads // splits.packed, batch)
+    groups = (splits.number * splits.tiles, heads // splits.packed, _units(call)[0])
     launch(made.compiled, shader, call, groups, tensors, entries)
     rows = (-(-length // ROWS_A_GROUP), heads, batch)
     launch(made.compiled, made.written(combine_shader), call, rows, tensors, entries)

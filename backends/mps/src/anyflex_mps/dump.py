@@ -61,6 +61,15 @@ def _calls() -> dict[str, Spec]:
         plain, mask_kind="runs", mask_graph=_CAUSAL, block_size=(128, 128), gqa_ratio=4
     )
     learned = replace(plain, score_graph=_TABLES, captured=_LEARNED)
+    packed = replace(
+        masked,
+        block_size=(128, 128),
+        aux=("lse", "max_scores"),
+        gradients=(),
+        sinks=True,
+        q_layout="packed",
+        kv_layout="packed",
+    )
     return {
         "plain": replace(plain, aux=("lse", "max_scores"), dlse=True),
         "masked": masked,
@@ -77,6 +86,8 @@ def _calls() -> dict[str, Spec]:
         ),
         "learned": learned,
         "repeatable": replace(learned, determinism="on"),
+        "packed": packed,
+        "paged": replace(packed, q_class="one", kv_layout="paged", page_size=16),
     }
 
 

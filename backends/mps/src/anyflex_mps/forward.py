@@ -9,6 +9,11 @@ from __future__ import annotations
 from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
 from anyflex_mps.mods import mods_source
+from anyflex_mps.sequences import (
+    keys_of_sequence,
+    sequence_buffers,
+    sequence_of_block,
+)
 from anyflex_mps.text import (
     LANE_OF_COLUMN,
     PLACE_OF_LANE,
@@ -26,6 +31,7 @@ from anyflex_mps.text import (
     row_of_blocks,
     run_bounds,
     staged_rows,
+    value_element,
     zeros,
 )
 from anyflex_mps.tiles import Tile, pitch_of, tile_for, whole_fragments
@@ -46,15 +52,13 @@ __all__ = [
 _FORWARD = """\
 $memory
 const int q_length = (int)$q_length;
-const int kv_length = (int)$kv_length;
-const int b = (int)group.z;
 const int h = (int)group.y;
-$place_of_tile
+$place
 if (first_row >= end_row)
   return;
 $place_of_lane
 const int row = first_row + (int)sg * 8 + r;
-const int q_idx = min(row, end_row - 1);
+const int q_idx = $q_idx;
 $query_head
 $row_of_blocks
 $load_queries
@@ -71,9 +75,11 @@ if (row < end_row) {
 
 def forward_shader(spec: Spec) -> Shader:
     """Return the kernel; a threadgroup is ``tile_for("forward", spec)``'s rows of a head. Its grid
-    is (tiles, query heads, batch); with a mask, no tile crosses a block of rows.
+    is (tiles, query heads, batch); with a mask, no tile crosses a block of rows. Of packed
+    sequences it is (tiles of a block, query heads, `PackedRows.blocks`).
 
-    Its buffers are query, key, value; offsets and runs with a mask; `output_buffers`.
+    Its buffers are query, key, value; `sequence_buffers`; offsets and runs with a mask;
+    `output_buffers`.
     """
     tile, type_ = tile_for("forward", spec), TYPES[spec.dtype]
     load_queries = ""
@@ -83,10 +89,10 @@ def forward_shader(spec: Spec) -> Shader:
         _FORWARD,
         memory=softmax_memory(spec, tile),
         q_length=place("q_length"),
-        kv_length=place("kv_length"),
         heads=place("heads"),
-        place_of_tile=place_of_tile(spec, spec.block_size[0], tile.rows, "q_length"),
+        place=_place(spec, tile),
         place_of_lane=PLACE_OF_LANE,
+        q_idx=_Q_IDX if spec.q_layout == "packed" else _LAST_ROW,
         query_head=head_of(spec, "query", "b", "h"),
         row_of_blocks=row_of_blocks(spec),
         load_queries=load_queries,
@@ -95,9 +101,27 @@ def forward_shader(spec: Spec) -> Shader:
         stored_sums=stored_sums(spec),
     )
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value")]
-    buffers += [*mask_buffers(spec), *output_buffers(spec)]
+    buffers += [*sequence_buffers(spec), *mask_buffers(spec), *output_buffers(spec)]
     functions = mods_source(spec) + load_rows_text(spec, tile.threads)
     return kernel_text("forward", spec, buffers, functions, body, tile.threads)
+
+
+_LAST_ROW = "min(row, end_row - 1)"
+_Q_IDX = f"q_start + ({_LAST_ROW} - sequence_row)"
+
+
+def _place(spec: Spec, tile: Tile) -> str:
+    """Return statements that name a tile's rows and keys."""
+    if spec.q_layout == "packed":
+        rows = f"block_row + (int)group.x * {tile.rows}"
+        return (
+            f"{sequence_of_block(spec)}const int first_row = {rows};\n"
+            "const int end_row = block_end;"
+        )
+    return f"""\
+const int kv_length = (int){place("kv_length")};
+const int b = (int)group.z;
+{place_of_tile(spec, spec.block_size[0], tile.rows, "q_length")}"""
 
 
 def place_of_tile(
@@ -121,6 +145,7 @@ const long kv_batch = $kv_batch;
 const long kv_head = h / $ratio;
 $key_head
 $value_head
+$keys_of_sequence
 $zeros
 float top = -INFINITY;
 float sum = 0.0f;
@@ -185,8 +210,7 @@ for (int pass = 0; pass < 2; pass++) {
             const int column = d * 8 + c + i;
             float v = 0.0f;
             if (of_row != -INFINITY && at < end && column < $value_dim)
-              v = (float)value_head[
-                  ($index)at * ($index)$value_row + ($index)column * ($index)$value_column];
+              v = (float)$value_element;
             acc[d].thread_elements()[i] += isfinite(v) ? 0.0f : v;
           }
         }
@@ -242,11 +266,11 @@ def softmax_over_runs(spec: Spec, tile: Tile, first_key: str, end_key: str) -> s
     return fill(
         _SOFTMAX,
         type=TYPES[spec.dtype],
-        index=index_type(spec),
         kv_batch="0" if spec.kv_broadcast else "b",
         ratio=spec.gqa_ratio,
         key_head=head_of(spec, "key", "kv_batch", "kv_head"),
         value_head=head_of(spec, "value", "kv_batch", "kv_head"),
+        keys_of_sequence=keys_of_sequence(spec),
         zeros=zeros("acc", values),
         zeros_again=zeros("acc", values, declared=False),
         sums_of_row=SUMS_OF_ROW,
@@ -269,8 +293,7 @@ def softmax_over_runs(spec: Spec, tile: Tile, first_key: str, end_key: str) -> s
         value_dim=ev,
         pitch=pitch_of(e, size),
         value_pitch=pitch_of(ev, size),
-        value_row=place("value", "row"),
-        value_column=place("value", "column"),
+        value_element=value_element(spec, "at", "column"),
     )
 
 

@@ -12,10 +12,18 @@ from anyflex_mps.forward import forward_shader
 from anyflex_mps.forward_matmul import ROWS, forward_matmul_shader
 from anyflex_mps.launch import launch
 from anyflex_mps.options import wants_mpp
+from anyflex_mps.sequences import BLOCK
 from anyflex_mps.spec_shaders import SpecShaders
 from anyflex_mps.tiles import tile_for
 
-__all__ = ["call_entries", "launch_forward", "mask_tensors", "saved_tensors", "tile_count"]
+__all__ = [
+    "call_entries",
+    "launch_forward",
+    "mask_tensors",
+    "saved_tensors",
+    "sequence_tensors",
+    "tile_count",
+]
 
 
 _SHIFTS = ("batch_shift", "head_shift", "row_shift", "key_shift")
@@ -57,6 +65,38 @@ def mask_tensors(views: MaskViews | None) -> tuple[dict[str, Tensor], dict[Entry
     return {"offsets": offsets, "runs": views.runs}, numbers
 
 
+def sequence_tensors(call: Call) -> tuple[dict[str, Tensor | None], dict[Entry, int]]:
+    """Return the tensors and the numbers of packed sequences; a dense call has none."""
+    packed = call.packed
+    if packed is None:
+        return {}, {}
+    tensors = {
+        "blocks": packed.blocks,
+        "q_offsets": packed.q_offsets,
+        "q_starts": packed.q_starts,
+        "kv_lengths": packed.kv_lengths,
+        "slots": packed.slots,
+        "kv_offsets": packed.kv_offsets,
+    }
+    numbers: dict[Entry, int] = {
+        "sequences": packed.slots.shape[0],
+        "most_rows": packed.max_q,
+        "most_keys": packed.max_kv,
+    }
+    table = packed.page_table
+    if table is not None:
+        named = packed.table_rows is not None
+        tensors["page_table"] = table
+        tensors["table_rows"] = packed.table_rows if named else packed.slots
+        numbers |= {
+            "pages": call.key.shape[0],
+            "table_height": table.shape[0],
+            "table_stride": table.stride(0),
+            "table_named": int(named),
+        }
+    return tensors, numbers
+
+
 def saved_tensors(spec: Spec, saved: Sequence[Tensor]) -> dict[str, Tensor | None]:
     """Return what forward leaves for backward, by name."""
     if not spec.needs_backward:
@@ -69,16 +109,19 @@ def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
     """Fill the outputs."""
     spec = made.spec
     tensors, numbers = mask_tensors(call.mask)
+    sequences, bounds = sequence_tensors(call)
     batch, heads, length = call.query.shape[:3]
     write, rows = forward_shader, tile_for("forward", spec).rows
     if wants_mpp(spec):
         write, rows = forward_matmul_shader, ROWS
-    tiles = tile_count(length, rows, spec.block_size[0])
+    groups = tile_count(length, rows, spec.block_size[0]), heads, batch
+    if call.packed is not None:
+        groups = BLOCK // rows, heads, call.packed.blocks.shape[0]
     launch(
         made.compiled,
         made.written(write),
         call,
-        (tiles, heads, batch),
+        groups,
         {
             "query": call.query,
             "key": call.key,
@@ -88,7 +131,8 @@ def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
             "max_scores": out.max_scores,
             "sinks": call.sinks,
             **saved_tensors(spec, out.saved),
+            **sequences,
             **tensors,
         },
-        {**call_entries(call), **numbers, **strides_of(out=out.out)},
+        {**call_entries(call), **bounds, **numbers, **strides_of(out=out.out)},
     )

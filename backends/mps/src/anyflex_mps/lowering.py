@@ -103,6 +103,9 @@ class ModProgram:
         indices = IntegerRange(0, LONGEST - 1)
         heads = IntegerRange(0, MOST_HEADS - 1)
         inputs = {"b": heads, "h": heads, "q_idx": indices, "kv_idx": indices}
+        if spec.q_layout == "packed":
+            # Slots and first positions are on the device: no host has checked them.
+            inputs["b"] = inputs["q_idx"] = IntegerRange(-(1 << 31), (1 << 31) - 1)
         found = zip(nodes, integer_ranges(nodes, inputs), strict=True)
         ranges = {node: range_ for node, range_ in found if range_ is not None}
         types = {"score": "float", "grad": "float", **ARGUMENTS}

@@ -141,7 +141,7 @@ def queries_shader(spec: Spec, sums: Sums | None, wants_dq: bool) -> Shader:
 float row_sums[{row_sums}];
 for (int i = 0; i < {row_sums}; i++)
   row_sums[i] = 0.0f;"""
-        given = f"{shifted_row()}{captured_arguments(spec)}{totals}, row_sums"
+        given = f"{shifted_row(spec)}{captured_arguments(spec)}{totals}, row_sums"
         row_gradients = f"""\
 // Four lanes hold parts of a row.
 for (int i = 0; i < {row_sums}; i++) {{

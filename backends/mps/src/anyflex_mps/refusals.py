@@ -12,7 +12,7 @@ __all__ = ["MOST_BUFFERS", "OWN_BUFFERS", "buffer_count", "option_refusal", "ref
 
 MOST_BUFFERS = 31
 """Largest number of a kernel's buffers."""
-OWN_BUFFERS = 13
+OWN_BUFFERS = 18
 """Largest number of a kernel's buffers beside those of captured tensors."""
 
 
@@ -23,6 +23,8 @@ def refusal(spec: Spec) -> str | None:
             f"the GPU {spec.arch!r} is older than Apple's M1, or virtual: it has no simdgroup "
             "matrices. Use a Mac with Apple silicon, or backend='reference'"
         )
+    if spec.q_layout == "packed" and wants_mpp(spec):
+        return "the kernel of kernel_options['mps']: mpp takes no packed sequences"
     learned = sum(facts.needs_grad for facts in spec.captured)
     if len(spec.captured) + 2 * learned <= MOST_BUFFERS - OWN_BUFFERS:
         return None

@@ -38,6 +38,7 @@ __all__ = [
     "run_bounds",
     "shifted_row",
     "staged_rows",
+    "value_element",
     "zeros",
 ]
 
@@ -140,12 +141,14 @@ def index_type(spec: Spec) -> str:
 
 def mod_arguments(spec: Spec) -> str:
     """Return a mod's arguments after score and gradient."""
-    return f"{shifted_row()}, kv_idx + (int){place('key_shift')}{captured_arguments(spec)}"
+    return f"{shifted_row(spec)}, kv_idx + (int){place('key_shift')}{captured_arguments(spec)}"
 
 
-def shifted_row() -> str:
-    """Return a row's indices as mods see them: moved by `Call.index_offsets`."""
-    names = {"b": "batch_shift", "h": "head_shift", "q_idx": "row_shift"}
+def shifted_row(spec: Spec) -> str:
+    """Return a row's indices as mods see them: moved by `Call.index_offsets`, and a packed
+    sequence's slot in place of the batch entry."""
+    batch = "slot" if spec.q_layout == "packed" else "b"
+    names = {batch: "batch_shift", "h": "head_shift", "q_idx": "row_shift"}
     return ", ".join(f"{name} + (int){place(shift)}" for name, shift in names.items())
 
 
@@ -161,27 +164,62 @@ def head_of(spec: Spec, tensor: str, batch: str, head: str) -> str:
 # Staged rows
 
 _LOAD_ROWS = """\
-static inline void load_rows(
-    threadgroup $type* into, device const $type* from, int first, int end, $index row_stride,
+static inline void $name(
+    threadgroup $type* into, device const $type* from,$pages int first, int end, $index row_stride,
     $index column_stride, int rows, int dim, int width, int pitch, bool finite_only, uint tid) {
   for (int i = (int)tid; i < rows * width; i += $threads) {
     const int row = first + i / width;
     const int column = i % width;
     $type x = ($type)0.0f;
     if (row < end && column < dim)
-      x = from[($index)row * row_stride + ($index)column * column_stride];
+      x = $element;
     if (finite_only && !isfinite((float)x))
       x = ($type)0.0f;
     into[i / width * pitch + column] = x;
   }
 }
 """
+_ROW_IN_PAGES = """\
+static inline device const $type* row_in_pages(
+    device const $type* from, device const int* pages, int last_page, long page_stride,
+    $index row_stride, int row) {
+  const int page = min(max(pages[row / $page_size], 0), last_page);
+  return from + (long)page * page_stride + ($index)(row % $page_size) * row_stride;
+}
+"""
+_PAGES = "\n    device const int* pages, int last_page, long page_stride,"
 
 
 def load_rows_text(spec: Spec, threads: int) -> str:
     """Return ``load_rows``, by which a threadgroup stages rows, zeros past their end and past the
-    last column. ``finite_only`` stages zeros for what isn't finite, too."""
-    return fill(_LOAD_ROWS, type=TYPES[spec.dtype], index=index_type(spec), threads=threads)
+    last column. ``finite_only`` stages zeros for what isn't finite, too.
+
+    Of keys in pages ``load_page_rows`` follows, which finds a row by its page, and before it
+    ``row_in_pages``, where a key's row begins. Page ids are clamped into the pool."""
+    index = index_type(spec)
+    same = {"type": TYPES[spec.dtype], "index": index}
+    column = f"({index})column * column_stride]"
+    element = f"from[({index})row * row_stride + {column}"
+    text = fill(_LOAD_ROWS, **same, threads=threads, name="load_rows", pages="", element=element)
+    if spec.page_size:
+        text += fill(_ROW_IN_PAGES, **same, page_size=spec.page_size)
+        element = f"row_in_pages(from, pages, last_page, page_stride, row_stride, row)[{column}"
+        names = {"name": "load_page_rows", "pages": _PAGES, "element": element}
+        text += fill(_LOAD_ROWS, **same, threads=threads, **names)
+    return text
+
+
+def value_element(spec: Spec, row: str, column: str) -> str:
+    """Return the text of an element of value, whose head begins at ``value_head``."""
+    index = index_type(spec)
+    row_stride = f"({index}){place('value', 'row')}"
+    offset = f"({index}){column} * ({index}){place('value', 'column')}"
+    if not spec.page_size:
+        return f"value_head[\n    ({index}){row} * {row_stride} + {offset}]"
+    return (
+        f"row_in_pages(\n    value_head, pages, last_page, {place('value', 'batch')}, "
+        f"{row_stride}, {row})[\n    {offset}]"
+    )
 
 
 def staged_rows(
@@ -195,8 +233,8 @@ def staged_rows(
     finite_only: str = "false",
     width: int | None = None,
 ) -> str:
-    """Return the call of ``load_rows`` for rows of a tensor whose head begins at
-    ``<tensor>_head``.
+    """Return the call of ``load_rows``, or of ``load_page_rows``, for rows of a tensor whose head
+    begins at ``<tensor>_head``.
 
     Args:
         width: columns of a staged row, which the next one follows; None for whole fragments of
@@ -205,8 +243,12 @@ def staged_rows(
     dim = spec.value_head_dim if tensor in ("value", "dout") else spec.head_dim
     index, pitch = index_type(spec), width or pitch_of(dim, spec.dtype.itemsize)
     row, column = place(tensor, "row"), place(tensor, "column")
+    function, pages = "load_rows", ""
+    if spec.page_size and tensor in ("key", "value"):
+        function = "load_page_rows"
+        pages = f"pages, last_page, {place(tensor, 'batch')}, "
     return (
-        f"load_rows(\n    {into}, {tensor}_head, {first}, {end}, ({index}){row}, "
+        f"{function}(\n    {into}, {tensor}_head, {pages}{first}, {end}, ({index}){row}, "
         f"({index}){column},\n    {rows}, {dim}, {width or whole_fragments(dim)}, {pitch}, "
         f"{finite_only}, "
         "tid);"
