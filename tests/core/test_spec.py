@@ -83,6 +83,7 @@ def random_spec(rng: random.Random) -> Spec:
         opaque=flag(),
         page_size=rng.randrange(3),
         sinks=flag(),
+        batch_invariant=flag(),
     )
 
 
@@ -187,6 +188,7 @@ ELSEWISE: dict[str, Any] = {
     "kv_storage": "fp8",
     "dropout": True,
     "sinks": True,
+    "batch_invariant": True,
 }
 
 

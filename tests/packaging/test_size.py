@@ -21,6 +21,7 @@ CAPABILITIES = {
     "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 960,
     "packed sequences and keys in pages as they are in the portable kernels": 645,
     "sinks in kernels, forward and backward; their cases": 535,
+    "packed calls whose bits don't depend on the batch, in the portable kernels; their case": 225,
     "packed sequences and keys in pages in Hopper's own forward": 851,
     "packed sequences and keys in pages in Hopper's own decoding": 1_060,
     "packed calls in compiled programs: a static op, what is recorded, what runs it": 455,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,6 +180,33 @@ def test_a_spec_that_no_backend_takes_as_it_is_runs_on_core(
     wanted, _ = dense_formula(*exact, sequences, alibi, window)
     torch.testing.assert_close(call(rows, keys, step).double(), wanted, rtol=2e-5, atol=2e-5)
     assert natively == [0]
+
+
+def test_batch_invariance_is_recorded_or_refused(natively: list[int]) -> None:
+    asked: list[bool] = []
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(rows: Tensor, keys: Tensor, step: anyflex.Step, backend: str | None = None) -> Any:
+        return anyflex.flex_attention_packed(
+            rows, keys, keys, step, enable_gqa=True, batch_invariant=True, backend=backend
+        )
+
+    def noted(checked: Any, *rest: Any) -> Any:
+        asked.append(checked.batch_invariant)
+        return counted(checked, *rest)
+
+    counted = op_implementation.in_own_layout
+    rows, keys = torch.randn(8, 4, 8), torch.randn(8, 2, 8)
+    step = anyflex.Packed(offsets((3, 5)), max_q=5, max_kv=5).begin()
+    with torch.no_grad(), mock.patch.object(op_implementation, "in_own_layout", noted):
+        together = call(rows, keys, step)
+        alone = anyflex.Packed(offsets((3,)), max_q=3, max_kv=3).begin()
+        assert torch.equal(call(rows[:3], keys[:3], alone), together[:3])
+    assert asked == [True, True] and natively == [1, 1]
+    with torch.no_grad(), pytest.raises(Exception, match="batch_invariant=True"):
+        call(rows, keys, step, "reference")
+    with pytest.raises(Exception, match=r"under torch\.no_grad"):
+        call(rows.requires_grad_(), keys, step)
 
 
 @torch.no_grad()

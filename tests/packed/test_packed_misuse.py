@@ -149,6 +149,12 @@ CALLS = [
         r"out must be \[3, 2, 8\]",
     ),
     ((ROWS, ROWS, ROWS, PACKED.begin()), {"return_aux": True}, TypeError, "return_aux"),
+    (
+        (ROWS, ROWS, ROWS, PACKED.begin()),
+        {"batch_invariant": 1},
+        TypeError,
+        "batch_invariant must be a bool, got int",
+    ),
 ]
 
 
@@ -170,6 +176,21 @@ def test_gradients() -> None:
         anyflex.flex_attention_packed(learns, POOL, pool, PAGED.begin())
     with pytest.raises(anyflex.ArgumentError, match="out is given and query requires grad"):
         anyflex.flex_attention_packed(learns, ROWS, ROWS, PACKED.begin(), out=torch.empty(3, 2, 8))
+
+
+def test_batch_invariance_is_kept_or_refused() -> None:
+    """A dense call of all rows hasn't it, nor a backend that doesn't name it."""
+    asked: dict[str, Any] = {"batch_invariant": True}
+    with pytest.raises(anyflex.BackendRefused, match="batch_invariant=True needs a k") as e:
+        anyflex.flex_attention_packed(
+            ROWS, ROWS, ROWS, PACKED.begin(), backend="reference", **asked
+        )
+    assert "reference" in e.value.reasons
+    learns = ROWS.clone().requires_grad_()
+    with pytest.raises(anyflex.BackendRefused, match=r"call it under torch\.no_grad\(\)"):
+        anyflex.flex_attention_packed(learns, ROWS, ROWS, PACKED.begin(), **asked)
+    none = anyflex.Packed(int32(0), kv_offsets=int32(0)).begin()
+    assert not anyflex.flex_attention_packed(ROWS, ROWS, ROWS, none, **asked).any()
 
 
 def test_sinks_without_memory() -> None:

@@ -44,13 +44,13 @@ FIELDS = {
     "Capabilities": (
         "dtypes head_dim_min head_dim_max head_dim_multiple different_value_head_dim gqa "
         "kv_broadcast scattered aux gradients core_backward captured_dtypes decode deterministic "
-        "operations known_fields node_dtypes batch_invariant"
+        "operations known_fields node_dtypes"
     ),
     "Spec": (
         "device_type arch dtype head_dim value_head_dim gqa_ratio kv_broadcast score_graph "
         "mask_graph mask_kind block_size captured aux needs_lse gradients dlse determinism "
         "fp32_precision q_class alignment index_width options opaque q_layout kv_layout page_size "
-        "index_map kv_storage dropout sinks"
+        "index_map kv_storage dropout sinks batch_invariant"
     ),
 }
 WITHOUT_DEFAULT = {

@@ -50,12 +50,11 @@ class Capabilities:
             of its own, in their derivatives.
         known_fields: names of the spec fields that the backend looks at; all others must have
             their defaults. A backend that can drop weights names ``dropout`` here, one that takes
-            packed sequences ``q_layout`` and ``kv_layout``, and ``page_size`` with pages, one
-            whose kernels have sinks ``sinks``: for the others core applies these to out.
+            packed sequences ``q_layout`` and ``kv_layout``, and ``page_size`` with pages, and
+            ``batch_invariant`` where a sequence's bits depend on it alone when a call asks for
+            that, one whose kernels have sinks ``sinks``: for the others core applies these to out.
         node_dtypes: types of mod-graph nodes that can be lowered, in mods and in their
             derivatives as `operations`. Indices are int64 nodes.
-        batch_invariant: where `known_fields` has ``q_layout``, a packed sequence's bits don't
-            depend on which others are in the call.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -75,7 +74,6 @@ class Capabilities:
     operations: frozenset[str] = frozenset(OPERATIONS)
     known_fields: frozenset[str] = CONTRACT_1_FIELDS
     node_dtypes: frozenset[torch.dtype] = frozenset(DTYPES.values())
-    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a declaration that can't be meant."""

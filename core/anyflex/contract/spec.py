@@ -92,6 +92,8 @@ class Spec:
         index_map: reserved; contract 1 knows its default only.
         sinks: each row's softmax has one more score, ``Call.sinks[h]``, whose value is 0.
             ``Outputs.lse`` and ``max_scores`` leave it out. Core computes its gradient.
+        batch_invariant: of a packed call: the bits of a sequence's results depend on it alone, not
+            on other sequences, bounds or padding rows of the call, nor on where its pages lie.
     """
 
     device_type: str
@@ -124,6 +126,7 @@ class Spec:
     kv_storage: Literal["plain", "int8", "fp8_e4m3"] = "plain"
     dropout: bool = False
     sinks: bool = False
+    batch_invariant: bool = False
 
     @property
     def needs_backward(self) -> bool:

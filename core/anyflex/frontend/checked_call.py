@@ -38,6 +38,7 @@ class CheckedCall(NamedTuple):
         backend: the ``backend=`` argument.
         dropout_p: the probability, 0 for none.
         sinks: [Hq], in lse's dtype, contiguous; or None.
+        batch_invariant: of a packed call (`Spec`).
     """
 
     query: Tensor
@@ -51,6 +52,7 @@ class CheckedCall(NamedTuple):
     backend: str | None
     dropout_p: float
     sinks: Tensor | None = None
+    batch_invariant: bool = False
 
 
 def check(

@@ -147,7 +147,7 @@ def inputs_of(
         packed: the sequences of a packed call.
         score: the score mod, if it was traced already.
     """
-    query, key, value, score_mod, _, scale, aux, options, backend, dropout_p, sinks = checked
+    query, key, value, score_mod, _, scale, aux, options, backend, dropout_p, sinks, same = checked
     if query.is_neg() or key.is_neg() or value.is_neg():
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     score_function = None
@@ -209,6 +209,7 @@ def inputs_of(
         dropout_p != 0,
         "dense" if packed is None else "packed" if packed.page_table is None else "paged",
         sink_gradient,
+        same,
     )
     names = mask.names if sinks is None else [*mask.names, "sinks"]
     return Inputs(call, request, read, (score.names, names))

@@ -35,7 +35,8 @@ def op_arguments(
     """Return what the static ops take after query, key and value (tensors, ints, request), the
     captured tensors among them, and whether a gradient is wanted of query, key, value and each
     captured tensor. `every_gradient`: query, key and value need not require it."""
-    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p, sinks = call
+    query, key, value, score_mod, block_mask, scale, aux, options, backend, dropout_p, *_ = call
+    sinks = call.sinks
     score = TracedMod("", [], [], [], [])
     if score_mod is not None:
         wide = query.dtype is torch.float64

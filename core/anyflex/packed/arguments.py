@@ -33,6 +33,7 @@ def check_packed(
     scales: tuple[Any, Any],
     out: Any,
     return_aux: Any,
+    batch_invariant: Any,
 ) -> AuxRequest:
     """Check the arguments and return the auxiliary outputs that are asked for.
 
@@ -88,6 +89,11 @@ def check_packed(
                     f"out is given and {name} requires grad: call it under torch.no_grad(), or "
                     "without out.",
                 )
+    if not isinstance(batch_invariant, bool):
+        fail(
+            "ArgumentTypeError",
+            f"batch_invariant must be a bool, got {type(batch_invariant).__name__}.",
+        )
     return check_aux(False, return_aux)
 
 

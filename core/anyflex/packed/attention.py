@@ -40,6 +40,7 @@ def flex_attention_packed(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
     return_aux: AuxRequest | None = None,
+    batch_invariant: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -66,6 +67,9 @@ def flex_attention_packed(
         out: [T, Hq, Ev], is written and returned; no gradient is recorded.
         return_aux: which auxiliary outputs to return, lse and max_scores [T, Hq]. lse is that of
             the keys, without sinks.
+        batch_invariant: a sequence's results have the same bits whatever other sequences, bounds
+            and padding rows the call has, and wherever its pages lie. It takes time where
+            sequences are few and long.
         kernel_options, backend: as for `flex_attention`.
 
     Returns:
@@ -75,7 +79,8 @@ def flex_attention_packed(
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is wrong; the message names it.
-        BackendRefused: nobody takes the call, or a gradient is asked for through pages.
+        BackendRefused: nobody takes the call, or keeps `batch_invariant` for it, or a gradient is
+            asked for through pages.
         ModIndexError: a page id outside of the pool, on a CPU and where ANYFLEX_CHECK_INDICES is
             set; elsewhere it is clamped into the pool.
         GraphCaptureError: the step was begun on the other side of a capture's border.
@@ -84,8 +89,9 @@ def flex_attention_packed(
     Source: page tables: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
     """
     aux = check_packed(
-        query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux
-    )
+        query, key, value, step, score_mod, mask_mod, sinks, (k_scale, v_scale), out, return_aux,
+        batch_invariant,
+    )  # fmt: skip
     paged = step.packed.page_table is not None
     # Where one of them is stored in 8 bits and one is not, core multiplies.
     if key.dtype is value.dtype and (key.dtype is query.dtype or k_scale is not None):
@@ -106,6 +112,7 @@ def flex_attention_packed(
             backend,
             0.0,
             as_kernels_read(sinks, query) if inside and sinks is not None else None,
+            batch_invariant,
         )
         if not compiled:
             own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
@@ -130,6 +137,7 @@ def flex_attention_packed(
         sinks=sinks,
         kernel_options=kernel_options,
         backend=backend,
+        batch_invariant=batch_invariant,
     )
     return _results(found, more.lse, more.max_scores, out, return_aux, aux)
 

@@ -21,6 +21,7 @@ from anyflex.packed.row_tables import (
     row_tables,
 )
 from anyflex.tensors.dynamo_disabled import in_graph
+from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.tensor_facts import q_class
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 from anyflex.tracing.trace_cache import traced
@@ -43,6 +44,7 @@ def in_core_layout(
     sinks: Tensor | None,
     kernel_options: Mapping[str, Any] | None,
     backend: str | None,
+    batch_invariant: bool,
 ) -> tuple[Tensor, AuxOutput]:
     """Compute a checked packed call by one dense call of batch 1, and return what that gives.
 
@@ -51,8 +53,19 @@ def in_core_layout(
             backend: as for `flex_attention_packed`.
         scales: of key and value.
         aux: auxiliary outputs that are asked for.
+
+    Raises:
+        BackendRefused: batch invariance is asked for, which a dense call of all rows hasn't.
     """
     packed = step.packed
+    if batch_invariant and 0 not in (packed.sequences, *key.shape):
+        fail(
+            "BackendRefused",
+            "batch_invariant=True needs a kernel that takes packed sequences as they are, and "
+            "none takes this call: call it under torch.no_grad(), outside of autocast, with "
+            "plain tensors, mods that can be traced, and key and value stored alike.",
+            reasons={"reference": "batch_invariant=True is not supported"},
+        )
     k_scale, v_scale = scales
     if packed.page_table is None:
         begins, keys = packed.kv_offsets[:-1], key.shape[0]

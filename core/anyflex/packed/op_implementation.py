@@ -71,8 +71,9 @@ def attend(
     scales = (tensors[5], tensors[6]) if request.scaled else (None, None)
     aux = AuxRequest(request.lse, request.max_scores)
     checked = CheckedCall(
-        query, key, value, score_mod, None, scale, aux, request.options, request.backend, 0.0, None
-    )
+        query, key, value, score_mod, None, scale, aux, request.options, request.backend, 0.0,
+        None, request.batch_invariant,
+    )  # fmt: skip
     own = in_own_layout(checked, step, mask_mod, True, scales)
     if own is not None:
         out, lse, max_scores = own.out, own.lse, own.max_scores
@@ -91,6 +92,7 @@ def attend(
             sinks=None,
             kernel_options=_thawed(request.options),
             backend=request.backend,
+            batch_invariant=request.batch_invariant,
         )
     nothing = query.new_empty(0, dtype=torch.float32)
     return (

@@ -75,7 +75,7 @@ def in_own_layout(
         step: whose rows are whose.
         scales: of key and value, as the user gave them.
     """
-    query, key, value, score_mod, _, scale, aux, options, backend, _, sinks = checked
+    query, key, value, score_mod, _, scale, aux, options, backend, _, sinks, same = checked
     device = step.packed.device
     if not is_plain(query, key, value) or dual_level(forward_ad) >= 0:
         return None
@@ -121,6 +121,7 @@ def in_own_layout(
         enable_gqa,
         aux,
         sinks is not None,
+        same,
         repr(options) if options else None,  # 1, 1.0 and True are equal
         backend,
         names_in_force(backend),
@@ -178,7 +179,13 @@ def _prepare(
         views = MaskViews(rows.slots.view(1, 1, -1), rows.slots, 0, 0, (BLOCK, BLOCK))
     try:
         plan = plan_for(inputs_of(checked, mask, views, packed=rows, score=score))
-    except BackendRefused:
+    except BackendRefused as refused:
+        if checked.batch_invariant:
+            raise BackendRefused(
+                "batch_invariant=True needs a kernel that takes packed sequences as they are: "
+                f"{refused}",
+                refused.reasons,
+            ) from refused
         return None
     looks = packed.known is None and (packed.device.type == "cpu" or check_indices())
     if packed.page_table is not None and looks:

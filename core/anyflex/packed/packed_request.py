@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["PackedRequest", "read_packed_request", "write_packed_request"]
 
-VERSION = "anyflex-packed-1"
+VERSION = "anyflex-packed-2"
 
 
 class PackedRequest(NamedTuple):
@@ -22,6 +22,7 @@ class PackedRequest(NamedTuple):
         lse, max_scores: auxiliary outputs asked for.
         options: ``kernel_options`` as sorted pairs.
         backend: the ``backend=`` argument, or None.
+        batch_invariant: of `Spec`.
     """
 
     score: str
@@ -33,6 +34,7 @@ class PackedRequest(NamedTuple):
     max_scores: bool
     options: tuple[tuple[str, Any], ...]
     backend: str | None
+    batch_invariant: bool
 
 
 def write_packed_request(request: PackedRequest) -> str:

@@ -69,6 +69,7 @@ def recorded(
         aux.max_scores,
         options,
         backend,
+        checked.batch_invariant,
     )
     rows = [packed.q_offsets, packed.q_starts, packed.kv_lengths, packed.slots, keys_at]
     numbers = number_tensors([scale, *score.floats, *mask.floats])

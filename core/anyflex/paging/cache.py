@@ -308,8 +308,8 @@ class PagedKVCache:
             layer: number of the layer, from 0.
             query: [T, Hq, E]; Hq is a multiple of Hkv.
             score_mod, mask_mod: see slots as b, and positions in the sequence as q_idx and kv_idx.
-            rest: scale, sinks, out, return_aux, kernel_options and backend, as for
-                `flex_attention_packed`, which says what is returned and raised.
+            rest: scale, sinks, out, return_aux, batch_invariant, kernel_options and backend, as
+                for `flex_attention_packed`, which says what is returned and raised.
         """
         least = self._check_pass(step)
         key, value, key_scale, value_scale = self._of_layer(layer)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "read_request", "write_request"]
 
-VERSION = "anyflex-request-6"
+VERSION = "anyflex-request-7"
 
 
 class Request(NamedTuple):
@@ -37,6 +37,7 @@ class Request(NamedTuple):
         dropout: weights are dropped; the probability and the seed are among the call's numbers.
         kv_layout: ``"packed"`` or ``"paged"`` of a call of packed sequences, else ``"dense"``.
         sinks: () without sinks, else one flag: whether they need a gradient.
+        batch_invariant: of `Spec`.
     """
 
     score: str
@@ -54,6 +55,7 @@ class Request(NamedTuple):
     dropout: bool = False
     kv_layout: str = "dense"
     sinks: tuple[bool, ...] = ()
+    batch_invariant: bool = False
 
 
 def write_request(request: Request) -> str:

@@ -326,6 +326,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         alignment=(classes[0][0], classes[1][0], classes[2][0]),
         index_width=32 if all(narrow for _, narrow in classes) else 64,
         opaque=call.score_function is not None or call.mask_function is not None,
+        batch_invariant=request.batch_invariant,
         dropout=request.dropout,
         q_layout="dense" if packed is None else "packed",
         kv_layout=request.kv_layout,  # type: ignore[arg-type]

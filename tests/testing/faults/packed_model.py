@@ -87,8 +87,7 @@ class PackedBackend(ExampleBackend):
     capabilities = dataclasses.replace(
         ExampleBackend.capabilities,
         known_fields=ExampleBackend.capabilities.known_fields
-        | {"q_layout", "kv_layout", "page_size"},
-        batch_invariant=True,
+        | {"q_layout", "kv_layout", "page_size", "batch_invariant"},
     )
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:

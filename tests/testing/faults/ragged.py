@@ -256,5 +256,17 @@ OWN = (
         "page_table was written to",
         (MODEL, _FOUND, f"table.clamp_(0, memory.shape[0] - 1)\n        {_FOUND}"),
     ),
+    _fault(
+        729,
+        "a decoded row is summed in other steps where a prefill is in the call",
+        "alone",
+        "other bits",
+        (
+            MODEL,
+            "        block_row = 0\n",
+            "        block_row = 0\n"
+            "        self.dense.keys_at_once = 128 if rows.max_q == 1 else 48\n",
+        ),
+    ),
 )
 """In a backend's own kernel for these layouts."""

@@ -46,8 +46,7 @@ class CpuBackend(Backend):
         deterministic=True,
         operations=frozenset(OPERATIONS),
         known_fields=CONTRACT_1_FIELDS
-        | {"dropout", "sinks", "q_layout", "kv_layout", "page_size", "kv_storage"},
-        batch_invariant=True,
+        | set("dropout sinks q_layout kv_layout page_size kv_storage batch_invariant".split()),
     )
     options: ClassVar[Mapping[str, Option]] = {
         "mods": Option(

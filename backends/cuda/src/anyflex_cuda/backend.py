@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping
@@ -28,12 +27,6 @@ class CudaBackend(TritonBackend):
 
     # No other backend is the default of this device type.
     priority = 0
-    # Hopper's kernels share out all steps of a call: which rows are added up where depends on all
-    # its sequences.
-    capabilities = dataclasses.replace(
-        TritonBackend.capabilities,
-        batch_invariant=False,
-    )
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,
         "hopper": Option(

@@ -322,9 +322,16 @@ def _behind_the_first_page(table: Tensor) -> Tensor:
 
 @CASES.behaviour()
 def alone(session: Session) -> None:
-    """A sequence's bits don't depend on which others are in the call, where that is declared."""
-    session.needs(session.backend.capabilities.batch_invariant, "it isn't declared")
-    # How work is split depends on how many threads share it.
+    """A sequence's bits don't depend on other sequences, bounds, padding rows or page ids where a
+    call asks for that; where it isn't declared, such a call is refused."""
+    if "batch_invariant" not in session.backend.capabilities.known_fields:
+        few = _drawn(session, lengths=((1, 20), (5, 5)))
+        try:
+            run(session, few, batch_invariant=True)
+        except BackendRefused:
+            session.needs(False, "it isn't declared")
+        session.require(False, "batch_invariant isn't declared, and a call with it was taken")
+    # How work is split may depend on how many threads share it.
     torch.set_num_threads(4)
     try:
         _compare_bits(session)
@@ -333,23 +340,33 @@ def alone(session: Session) -> None:
 
 
 def _compare_bits(session: Session) -> None:
-    for page in (None, 16):
-        others = tuple((1 + 3 * i % 7, 5 + 37 * i % 300) for i in range(1, 20))
-        lengths = ((1, 900), (40, 41), *others)
-        ragged = _drawn(session, lengths=lengths, page=page, heads=4, kv_heads=2)
-        together = run(session, ragged)
-        for number in (0, 1):
+    mods = {"score_mod": "temperature_batch", "mask_mod": "window_left"}
+    for page, given in ((None, {}), (16, mods)):
+        others = tuple((1 + 3 * i % 7, 5 + 37 * i % 300) for i in range(1, 9))
+        lengths = ((1, 900), (40, 41), (3, 600), *others)
+        ragged = _drawn(session, lengths=lengths, page=page, heads=4, kv_heads=2, **given)
+        together = run(session, ragged, batch_invariant=True)
+        check(session, ragged, together)
+        for number in range(3):
             case = dataclasses.replace(
                 ragged.case,
                 call=dataclasses.replace(ragged.case.call, seed=number),
                 lengths=lengths[number : number + 1],
+                slots=(number,),
+                spare=number,
             )
-            found = run(session, case.draw(session.device))
-            for name, tensor in found.items():
+            one = dataclasses.replace(case.draw(session.device), mods=ragged.mods)
+            for name, tensor in run(session, one, batch_invariant=True).items():
                 session.require(
-                    same_bytes(tensor, together[name][ragged.parts[number].rows]),
+                    same_bytes(
+                        tensor[: lengths[number][0]], together[name][ragged.parts[number].rows]
+                    ),
                     f"{name} of sequence {number} has other bits beside others",
                 )
+    session.require(
+        all(spec.batch_invariant for spec in session.journal.forwards),
+        "a kernel ran whose spec doesn't ask for it",
+    )
 
 
 @CASES.behaviour()

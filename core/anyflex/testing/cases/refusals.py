@@ -30,6 +30,7 @@ _RESERVED: tuple[dict[str, Any], ...] = (
     {"kv_storage": "fp8"},
     {"dropout": True},
     {"sinks": True},
+    {"batch_invariant": True},
 )
 
 
