@@ -14,7 +14,8 @@ position as a captured tensor that learns (distances). Where they are asked for:
 kinds, runs and totals, which run beside those; the last three with a finer causal mask and a
 captured tensor whose gradient repeats bit for bit (learned). Packed sequences of up to 256 rows,
 and of one, with a causal mask, have patterns to ask for: keys are packed (packed), or in pages of
-64 (paged) or 16 rows (paged16). Intel's tiles are compiled for sm_90.
+64 (paged) or 16 rows (paged16), also with batch_invariant=True (alone). Intel's tiles are compiled
+for sm_90.
 Type tf32 is float32 where torch allows products to be rounded to it; AMD's are not. Prints a line
 a kernel: registers, bytes of registers kept in memory (spills), and where those are: of each
 innermost loop with products, how many instructions it has, and how many of them move spilled
@@ -87,7 +88,7 @@ UNSPILLED_DIM = 128
 COPIED_SPILLS = 360
 """Maximum bytes that it may spill all the same for Hopper's 16-bit rows that TMA doesn't load: the
 fastest tiles spill up to 40 with triton 3.6.0, and that many with 3.9.0."""
-PACKED = {"packed": 0, "paged": 64, "paged16": 16}
+PACKED = {"packed": 0, "paged": 64, "paged16": 16, "alone": 16}
 """Patterns of packed sequences, which aren't recorded, and the rows of their pages."""
 PATTERNS = (
     "plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed", "distances",
@@ -306,7 +307,7 @@ def learned_bias(bias: Tensor) -> Callable[..., Tensor]:
     return score_mod
 
 
-def attend_packed(rows: Tensor, keys: Tensor, page: int, most: int) -> None:
+def attend_packed(rows: Tensor, keys: Tensor, page: int, most: int, batch_invariant: bool) -> None:
     """Call attention of one sequence [1, H, length, dim], without gradients.
 
     Args:
@@ -324,7 +325,7 @@ def attend_packed(rows: Tensor, keys: Tensor, page: int, most: int) -> None:
         batch = anyflex.Packed(q_offsets, kv_offsets=kv_offsets)
     anyflex.flex_attention_packed(
         query, packed, packed, batch.begin(), None, causal, enable_gqa=True,
-        backend="cuda.offline",
+        backend="cuda.offline", batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
@@ -390,7 +391,7 @@ def compile_entries(
 
         if pattern in PACKED:
             for most in (length, 1):
-                attend_packed(rows, keys, PACKED[pattern], most)
+                attend_packed(rows, keys, PACKED[pattern], most, pattern == "alone")
             return list(programs)
         torch.use_deterministic_algorithms(repeats)
         try:

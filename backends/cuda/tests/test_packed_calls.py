@@ -14,13 +14,12 @@ import torch
 from recording import OnHopper, drawn, recording
 
 import anyflex
-from anyflex.plugin import Call, isolated, register
+from anyflex.plugin import Call, Outputs, isolated, register
 from anyflex_cuda import forward_call, packed_decode_call
-from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.decode_steps import EACH, NONE
 from anyflex_cuda.packed_decode_call import PackedDecode
 from anyflex_cuda.packed_forward_call import PackedForward
-from anyflex_triton.building import FixedLaunch
+from anyflex_triton.building import FixedLaunch, TritonKernel
 
 LENGTHS = (100, 0, 17, 900)
 
@@ -32,6 +31,7 @@ def launched(
     dim: int = 128,
     mask: Any = None,
     dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> list[Any]:
     """Return the launches of a call whose sequences have `rows` query rows each."""
     count = len(LENGTHS)
@@ -51,8 +51,9 @@ def launched(
         register("cuda", OnHopper)
         with recording() as launches:
             anyflex.flex_attention_packed(
-                query, key, value, batch.begin(), mask_mod=mask, enable_gqa=True, backend="cuda"
-            )
+                query, key, value, batch.begin(), mask_mod=mask, enable_gqa=True, backend="cuda",
+                batch_invariant=batch_invariant,
+            )  # fmt: skip
     return launches
 
 
@@ -178,9 +179,25 @@ def test_long_sequences_take_forward_where_it_takes_their_layout(
     assert names_of(launched(rows=20, **given)) == names
 
 
-def test_results_that_depend_on_the_batch_are_not_declared_otherwise() -> None:
-    assert "batch_invariant" not in CudaBackend.capabilities.known_fields
-    assert {"q_layout", "kv_layout", "page_size"} <= CudaBackend.capabilities.known_fields
+def test_batch_invariant_calls_take_the_portable_kernels_and_say_why() -> None:
+    """Hopper's share out the keys of all sequences."""
+    described: list[str] = []
+    forward = TritonKernel.forward
+
+    def noted(kernel: TritonKernel, call: Call, out: Outputs) -> None:
+        described.append(kernel.describe(call))
+        forward(kernel, call, out)
+
+    with mock.patch.object(TritonKernel, "forward", noted):
+        assert names_of(launched(batch_invariant=True)) == PORTABLE
+        both = ["forward.forward_kernel", *PORTABLE]
+        # Shorter sequences may be beside these.
+        assert names_of(launched(rows=5, batch_invariant=True)) == both
+        assert names_of(launched(heads=(128, 1), batch_invariant=True)) == both[:1]
+    reason = "batch-invariant (not Hopper's kernel: its sums depend on the other sequences"
+    assert all(reason in each for each in described) and len(described) == 3
+    assert described[0].startswith("decode splits=2,")
+    assert "and decode splits=2," in described[1] and "decode" not in described[2]
 
 
 @pytest.mark.parametrize("taker", [PackedForward, PackedDecode])

@@ -59,6 +59,7 @@ class TestInInterpreter(Conformance):
             "sinks/large",
             "sinks/learned_mods",
             "sinks/learned_near_scores",
+            "ragged/alone",
             "ragged/paged",
             "ragged/no_keys",
             "ragged/int8_by_token_in_pages",

@@ -87,6 +87,9 @@ class CudaBackend(TritonBackend):
             reason = "its option hopper is False"
         elif given.spec.dropout:
             reason = "it doesn't drop weights"
+        elif given.spec.batch_invariant:
+            # Hopper's kernels share out the keys of all sequences.
+            reason = "its sums depend on the other sequences, and batch_invariant=True"
         if reason is not None:
             return super().kernel(given._replace(note=f" (not {whose} kernel: {reason})"))
         if given.target == "blackwell":

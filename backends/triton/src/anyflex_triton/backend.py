@@ -16,6 +16,7 @@ import torch
 from anyflex.plugin import (
     CONTRACT_1_FIELDS,
     Accepted,
+    ArgumentError,
     Artifacts,
     Backend,
     Capabilities,
@@ -65,7 +66,7 @@ class TritonBackend(Backend):
             }
         ),
         known_fields=CONTRACT_1_FIELDS
-        | {"dropout", "sinks", "q_layout", "kv_layout", "page_size", "kv_storage"},
+        | set("dropout sinks q_layout kv_layout page_size kv_storage batch_invariant".split()),
     )  # fmt: skip
     options: ClassVar[Mapping[str, Option]] = OPTIONS
 
@@ -156,6 +157,12 @@ class TritonBackend(Backend):
             artifacts.put("mods.py", stored)
         tuner = None
         if dict(spec.options).get("autotune"):
+            if spec.batch_invariant:
+                raise ArgumentError(
+                    f"kernel_options[{self.name!r}]['autotune'] finds a config for each size of "
+                    "calls, and batch_invariant=True asks for one of all sizes: leave one of them "
+                    "out"
+                )
             tuner = Tuner(artifacts, self.name, self.milliseconds)
         # Imported when the warm-up has begun.
         from anyflex_triton.kernel_signatures import KernelInputs

@@ -13,7 +13,13 @@ from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts, RowResults
-from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile
+from anyflex_triton.sequences import (
+    first_of_split,
+    has_rows,
+    keys_of_sequence,
+    sequence_of_tile,
+    store_padding,
+)
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
@@ -85,15 +91,20 @@ def decode_kernel(
     GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEADS: tl.constexpr, DECODED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Compute a split of the keys for PACKED query heads (GROUP of them, or 1); one program per
     split.
+
+    Where DECODED isn't 0, the call is batch-invariant: only sequences of at most so many query
+    rows are computed, each row is in the same row of a tile whatever the call's bounds are, and
+    `first_of_split` says where splits begin.
 
     Args:
         partial_out: [B, Hq, L, splits, Ev], float32, relative to each split's own row_max; from
             its element `sums_at` on [B, Hq, L, splits, 3]: row_max, row_sum relative to it, and 1
             if a score is NaN. Of a split without keys in a packed sequence only these are written.
+            Where DECODED, [tiles, Hq, rows of a sequence, splits, Ev], and nothing of such splits.
     """
     if LEADS:
         let_next_begin()
@@ -114,6 +125,10 @@ def decode_kernel(
         own = sequence_of_tile(sequences, b, q_length, 128, PAGE, 128)
         if own.nobodys or own.first_row >= own.end_row:
             return
+        if DECODED:  # noqa: SIM102
+            if not has_rows(sequences, own.owner, DECODED):
+                return
+        tile = b
         b = 0 * b
         mask_b = b
         mask_block = own.row
@@ -121,7 +136,7 @@ def decode_kernel(
         first_row = own.first_row
         q_shift += own.shift + first_row
         kv_length = own.kv_length
-        rows_of_head = sequences[15]
+        rows_of_head = DECODED if DECODED else sequences[15]
     kv_b = 0 * b if KV_SHARED else b
     packed = tl.arange(0, BLOCK_M)
     inside = packed < PACKED * rows_of_head
@@ -130,14 +145,22 @@ def decode_kernel(
     if sequences is not None:
         inside = inside & (row < own.end_row - first_row)
         row = tl.minimum(row, own.end_row - first_row - 1)
-    at = ((b * heads + head).to(tl.int64) * q_length + first_row + row) * splits + split
+    if DECODED:
+        kept = tl.minimum(sequences[15], DECODED)
+        at = ((tile * heads + head).to(tl.int64) * kept + row) * splits + split
+        split_begin = first_of_split(split)
+        split_end = tl.minimum(first_of_split(split + 1), kv_length)
+    else:
+        at = ((b * heads + head).to(tl.int64) * q_length + first_row + row) * splits + split
+        split_begin = split * split_length
+        split_end = tl.minimum(split_begin + split_length, kv_length)
     partial_sums = partial_out + sums_at + at * 3
-    split_begin = split * split_length
-    split_end = tl.minimum(split_begin + split_length, kv_length)
     # A bound cuts the keys: a shorter sequence has none in the last splits. Nested, because one
     # condition would be no constant's.
     if sequences is not None:  # noqa: SIM102
         if split_begin >= split_end:
+            if DECODED:
+                return
             tl.store(partial_sums, float("-inf"), mask=inside)
             tl.store(partial_sums + 1, 0.0, mask=inside)
             tl.store(partial_sums + 2, 0.0, mask=inside)
@@ -281,29 +304,58 @@ def decode_kernel(
 
 
 @triton.jit
+def is_split(split, splits, kv_length, DECODED: tl.constexpr):
+    """Return which splits, given by number, were computed."""
+    if DECODED:
+        return (split < splits) & (first_of_split(split) < kv_length)
+    else:
+        return split < splits
+
+
+@triton.jit
 def combine_kernel(
     partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sinks, sequences, sums_at,
-    heads, q_length, splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
-    WANT_REST: tl.constexpr, WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
+    heads, q_length, splits, PAGE: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, SCORED: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr, DECODED: tl.constexpr,
 ):
-    """Combine the splits of a query row in their order, SPLITS at a time; one program per row.
+    """Combine the splits of a query row in their order, SPLITS at a time; one program per row, or
+    where DECODED per row that a sequence may have.
     """
     if FOLLOWS:
         await_earlier()
     at = tl.program_id(0).to(tl.int64)
-    if sequences is not None:
+    result_at = at
+    index = tl.arange(0, SPLITS)
+    kv_length = 0
+    if DECODED:
+        kept = tl.minimum(sequences[15], DECODED)
+        unit = tl.program_id(0) // kept
+        row = tl.program_id(0) % kept
+        own = sequence_of_tile(sequences, unit // heads, q_length, 128, PAGE, 128)
+        h = unit % heads
+        if own.nobodys:
+            if row == 0:
+                store_padding(
+                    out, lse, max_scores, o_strides, h, q_length, own, VALUE_DIM, DV, UNIT, WIDE,
+                    WANT_LSE, WANT_MAX, 128,
+                )
+            return
+        if own.first_row + row >= own.end_row or not has_rows(sequences, own.owner, DECODED):
+            return
+        result_at = h.to(tl.int64) * q_length + own.first_row + row
+        kv_length = own.kv_length
+    elif sequences is not None:
         # Padding rows have no splits.
         owned = at % q_length < tl.load(sequences[1] + sequences[8])
         splits = tl.where(owned, splits, 0)
     partial_sums = partial_out + sums_at
-    index = tl.arange(0, SPLITS)
     row_max = float("-inf")
     for first in range(0, splits, SPLITS):
+        there = is_split(first + index, splits, kv_length, DECODED)
         found = tl.load(
-            partial_sums + (at * splits + first + index) * 3,
-            mask=first + index < splits,
-            other=float("-inf"),
+            partial_sums + (at * splits + first + index) * 3, mask=there, other=float("-inf"),
         )
         row_max = tl.maximum(row_max, tl.max(found, 0))
     unit = LOG2E if SCORED else scale * LOG2E
@@ -313,7 +365,7 @@ def combine_kernel(
     acc = tl.zeros([DV], tl.float32)
     dims = tl.arange(0, DV)
     for first in range(0, splits, SPLITS):
-        there = first + index < splits
+        there = is_split(first + index, splits, kv_length, DECODED)
         place = at * splits + first + index
         found = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
         sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
@@ -334,6 +386,6 @@ def combine_kernel(
         WANT_MAX=WANT_MAX, WANT_TOPS=WANT_TOPS, sinks=sinks,
     )
     store_row(
-        acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
-        VALUE_DIM, DV, UNIT, WANT_REST,
+        acc, row_max, row_sum, nan, result_at, out, rest, o_strides, scale, results, heads,
+        q_length, VALUE_DIM, DV, UNIT, WANT_REST,
     )

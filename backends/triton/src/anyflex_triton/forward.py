@@ -23,7 +23,12 @@ from anyflex_triton.column_parts import (
 from anyflex_triton.dropout import kept_pairs, of_rows, with_seed
 from anyflex_triton.kernel_records import ModInputs, Mods, RowLayouts
 from anyflex_triton.records import record
-from anyflex_triton.sequences import keys_of_sequence, sequence_of_tile, store_padding
+from anyflex_triton.sequences import (
+    has_rows,
+    keys_of_sequence,
+    sequence_of_tile,
+    store_padding,
+)
 from anyflex_triton.tiles import (
     FAR,
     FEW,
@@ -333,7 +338,8 @@ def forward_kernel(
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
     WANT_REST: tl.constexpr, WANT_TOPS: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr, BESIDE: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr,
-    OVERLAP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr, PARTS: tl.constexpr, DECODED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Compute a query tile of BLOCK_M rows of one query head; one program per tile. Its loops step
     over key and value: of a packed call, over those of the tile's sequence, in its own places.
@@ -360,6 +366,10 @@ def forward_kernel(
                     WIDE, WANT_LSE, WANT_MAX, Q_BLOCK,
                 )
             return
+        # Nested, because one condition would be no constant's.
+        if DECODED:  # noqa: SIM102
+            if has_rows(sequences, own.owner, DECODED):
+                return
     run, last_run = mask_row(offsets, ends, mask_strides, b, h, block, HAS_MASK)
     if first_row >= end_row:
         return

@@ -30,12 +30,15 @@ from anyflex_triton.kernel_signatures import (
 from anyflex_triton.launch import FixedLaunch, Launch, begin_compiling, launch_all
 from anyflex_triton.mask_refinement import mask_rows, rows_for
 from anyflex_triton.program import INTERPRETED, Options, Program
+from anyflex_triton.sequences import LEAST_SPLIT
 from anyflex_triton.warm_up import current_target
 
 __all__ = [
+    "SHORT_ROWS",
     "NeededNext",
     "compile_with_next",
     "cores",
+    "decoded_rows",
     "launch_decode",
     "launch_prefill",
     "packed_heads",
@@ -46,6 +49,8 @@ __all__ = [
 NeededNext = Callable[[Call, Outputs], Sequence[Program]]
 """Programs that will be needed after a call's forward."""
 
+SHORT_ROWS = 64
+"""Calls with at most this many query rows per KV head use the decode kernel."""
 _PROGRAMS_A_CORE = 2
 """Number of decoding programs per multiprocessor. More took 5 to 15 % longer on an H200, because
 some ran only when the others were done."""
@@ -53,6 +58,9 @@ _MOST_SPLITS = 16
 """Maximum number of splits of a packed sequence."""
 _PACKED_BLOCK = 128
 """Query rows of an entry of `PackedRows.blocks`."""
+_DECODED_ROWS = 4
+"""Maximum number of query rows of a sequence that is decoded in a batch-invariant call. The
+workspace has room for as many rows of each sequence."""
 _LEAST_SPLIT = 256
 """Minimum number of keys of a split; a shorter one isn't worth combining."""
 
@@ -78,20 +86,48 @@ class Splits(NamedTuple):
     size: int
 
 
+def decoded_rows(spec: Spec, call: Call) -> int:
+    """Return the maximum number of query rows of a sequence that is decoded in a batch-invariant
+    call, whatever its other sequences are: 0 where none is, and in other calls."""
+    packed = packed_heads(spec, call)
+    if not spec.batch_invariant or packed > SHORT_ROWS:
+        return 0
+    return min(_DECODED_ROWS, _decoding_tile(packed) // packed)
+
+
+def _decoding_tile(rows: int) -> int:
+    """Return the rows of the tile that holds so many."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
 def splits_of(spec: Spec, call: Call) -> Splits:
     """Return the splits of a decoding call."""
     batch, heads, length = call.query.shape[:3]
+    decoded = decoded_rows(spec, call)
+    if call.packed is not None and decoded:
+        parts = call.packed.blocks.shape[0] * heads * min(call.packed.max_q, decoded)
+        number = _invariant_splits(call.packed.max_kv)
+        values = parts * number * spec.value_head_dim
+        return Splits(number, values, values + parts * number * 3)
     units = batch * (heads // packed_heads(spec, call))
     # Rounded down: a last wave of few programs costs more than multiprocessors with one program.
     wanted = _PROGRAMS_A_CORE * cores(call.query.device) // max(units, 1)
     if call.packed is None:
         number = max(1, min(wanted, call.key.shape[2] // _LEAST_SPLIT))
     else:
-        # The bound alone decides: a sequence's bits don't depend on the others in the call.
         number = max(1, min(_MOST_SPLITS, call.packed.max_kv // (2 * _LEAST_SPLIT)))
     parts = batch * heads * length * number
     values = parts * spec.value_head_dim
     return Splits(number, values, values + parts * 3)
+
+
+def _invariant_splits(max_kv: int) -> int:
+    """Return the number of splits that begin before `max_kv`: see `sequences.first_of_split`."""
+    number, end = 1, int(LEAST_SPLIT.value)
+    while end < max_kv:
+        end += LEAST_SPLIT.value << max(0, number // 8 - 1)
+        number += 1
+    return number
 
 
 @lru_cache
@@ -109,7 +145,9 @@ def cores(device: torch.device) -> int:
 
 def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: NeededNext) -> None:
     """Launch the forward kernel on tiles of queries."""
-    rows, before = rows_for(made, call, "forward", out.workspace)
+    # Packed calls have no finer runs, and decoding may need a workspace beside them.
+    finer = out.workspace if call.packed is None else ()
+    rows, before = rows_for(made, call, "forward", finer)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
     if not before:
         compile_with_next(made.spec, launch.program, call, out, needed_next)
@@ -194,6 +232,7 @@ def _prefill_launch(
                 "EVEN": even,
                 "OVERLAP": config.overlap,
                 "PARTS": config.parts,
+                "DECODED": decoded_rows(made.spec, call),
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
@@ -263,7 +302,8 @@ def _split_launch(
             units = call.packed.blocks.shape[0]
             length, keys = call.packed.max_q, call.packed.max_kv
         packed = packed_heads(spec, call)
-        rows = max(16, 1 << (packed * length - 1).bit_length())
+        decoded = decoded_rows(spec, call)
+        rows = _decoding_tile(packed * length if decoded == 0 else packed)
         splits = splits_of(spec, call)
         pieces = -(-max(keys, 1) // config.block_n)
         fixed = {
@@ -287,6 +327,7 @@ def _split_launch(
                 "PACKED": packed,
                 "DESCRIBED": made.own_describer(call.key, call.value),
                 "LEADS": made.overlaps,
+                "DECODED": decoded,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
             },
@@ -317,6 +358,10 @@ def _combine_launch(
         o_layout = layout_of(out.out)
         batch, heads, length = call.query.shape[:3]
         splits = splits_of(made.spec, call)
+        decoded = decoded_rows(made.spec, call)
+        programs = batch * heads * length
+        if call.packed is not None and decoded:
+            programs = call.packed.blocks.shape[0] * heads * min(call.packed.max_q, decoded)
         fixed = {
             **call_sizes(call), "o_strides": o_layout.strides, "sums_at": splits.sums_at,
             "splits": splits.number,
@@ -325,7 +370,7 @@ def _combine_launch(
 
         return made.fixed_launch(
             decode.combine_kernel,
-            batch * heads * length,
+            programs,
             {
                 "DV": padded(made.spec.value_head_dim),
                 "SPLITS": 16,
@@ -333,6 +378,7 @@ def _combine_launch(
                 "SCORED": scored,
                 **wanted_outputs(out),
                 "FOLLOWS": made.overlaps,
+                "DECODED": decoded,
             },
             overlapping(Options(4, 1), made.overlaps),
             fixed,

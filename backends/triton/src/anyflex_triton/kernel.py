@@ -26,7 +26,9 @@ from anyflex_triton.backward_call import (
 )
 from anyflex_triton.configs import Config, KernelName
 from anyflex_triton.forward_call import (
+    SHORT_ROWS,
     cores,
+    decoded_rows,
     launch_decode,
     launch_prefill,
     packed_heads,
@@ -39,9 +41,6 @@ from anyflex_triton.mods import Sums
 from anyflex_triton.program import Program
 
 __all__ = ["TritonKernel"]
-
-_SHORT_ROWS = 64
-"""Calls with at most this many query rows per KV head use the decode kernel."""
 
 
 class TritonKernel(Kernel):
@@ -62,15 +61,29 @@ class TritonKernel(Kernel):
         tuned = made.tuned(name, call)
         state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
         products = " tf32" if made.in_tf32 else ""
+        note = self._note
+        if self.spec.batch_invariant:
+            some = f" and decode splits={splits_of(self.spec, call).number}"
+            note = f"{some if self._decodes_some(call) else ''}, batch-invariant{note}"
         if decodes:
             number = splits_of(self.spec, call).number
-            return f"decode splits={number}{products}{state}{self._note}"
+            return f"decode splits={number}{products}{state}{note}"
         config = tuned or made.config("forward")
-        return f"prefill {config.block_m}x{config.block_n}{products}{state}{self._note}"
+        return f"prefill {config.block_m}x{config.block_n}{products}{state}{note}"
+
+    def _decodes_some(self, call: Call) -> bool:
+        """Whether the sequences of few rows are decoded, and the prefill kernel takes others."""
+        return (
+            self.spec.batch_invariant
+            and not self._decodes(call)
+            and bool(decoded_rows(self.spec, call))
+        )
 
     def _decodes(self, call: Call) -> bool:
         length = call.query.shape[2] if call.packed is None else call.packed.max_q
-        if not 0 < length * packed_heads(self.spec, call) <= _SHORT_ROWS:
+        if self.spec.batch_invariant:
+            return 0 < length <= decoded_rows(self.spec, call)
+        if not 0 < length * packed_heads(self.spec, call) <= SHORT_ROWS:
             return False
         return call.mask is None or length <= self.spec.block_size[0]
 
@@ -104,7 +117,7 @@ class TritonKernel(Kernel):
                 *self._finer_specs(call, "queries"),
                 *integer_specs(self._made, call),
             )
-        if not self._decodes(call):
+        if not (self._decodes(call) or self._decodes_some(call)):
             return finer_specs(self._made, call, "forward")
 
         # Decoding calls repeat token by token and layer by layer. One tensor, because an
@@ -145,10 +158,11 @@ class TritonKernel(Kernel):
         if out.out.numel() == 0 and (out.lse is None or out.lse.numel() == 0):
             return
         try:
-            if self._decodes(call):
-                launch_decode(self._made, call, out)
-            else:
+            decodes = self._decodes(call)
+            if not decodes:
                 launch_prefill(self._made, call, out, self._of_backward)
+            if decodes or self._decodes_some(call):
+                launch_decode(self._made, call, out)
         except OutOfResources as error:
             self._made.blame_options("forward", error)
             raise

@@ -138,6 +138,8 @@ ARGUMENTS = (
     Arguments(("OVERLAP", "PARTS"), None, "fields of `Config`"),
     Arguments(("LOOPED",), None, "whether the loop over query heads stays one for one head"),
     Arguments(("FOLLOWS",), None, "whether the launch may begin before the one before it ends"),
+    Arguments(("DECODED",), None,
+              "in a batch-invariant call the most query rows of a decoded sequence, else 0"),
     Arguments(("LEADS",), None, "whether the next launch may begin before this one ends"),
     # Sums that repeat: see `operations.accumulate`
     Arguments(("total",), "*fp32", "gradient of a captured tensor, [count]"),

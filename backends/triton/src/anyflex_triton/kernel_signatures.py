@@ -308,8 +308,9 @@ class Programs:
         autotuning."""
         found = self._configs.get(name)
         if found is None:
-            # A few rows of a sequence are no more than a decoding tile's.
-            few = self.is_packed and self.spec.q_class != "long"
+            # A few rows of a sequence are no more than a decoding tile's. Beside a longer sequence
+            # they would have another tile.
+            few = self.is_packed and self.spec.q_class != "long" and not self.spec.batch_invariant
             kind = "decode" if few else name
             first = config_for(self.target, kind, self._traits)
             if self.is_packed:

@@ -12,7 +12,10 @@ from anyflex_triton.records import record
 from anyflex_triton.tiles import store_rows, tensor_at
 
 __all__ = [
+    "LEAST_SPLIT",
     "SequenceTile",
+    "first_of_split",
+    "has_rows",
     "keys_of_sequence",
     "line_of_sequence",
     "pages_of_line",
@@ -20,6 +23,9 @@ __all__ = [
     "sequence_of_tile",
     "store_padding",
 ]
+
+LEAST_SPLIT = tl.constexpr(512)
+"""Number of keys of the first splits of a batch-invariant call. Steps of the keys divide it."""
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -98,6 +104,21 @@ def pages_of_line(sequences, line, PAGE: tl.constexpr):
     """Return the `Pages` of a line of the page table."""
     table, pool, stride = sequences[6], sequences[11], sequences[12]
     return Pages(table=table + line * stride, last=pool - 1, SIZE=PAGE)
+
+
+@triton.jit
+def has_rows(sequences, owner, most):
+    """Return whether a sequence, given its number, has at most so many query rows."""
+    return tl.load(sequences[1] + owner + 1) - tl.load(sequences[1] + owner) <= most
+
+
+@triton.jit
+def first_of_split(split):
+    """Return the first key of a split of a batch-invariant call, given the split's number, which
+    decides it alone: 16 splits of LEAST_SPLIT keys, then 8 of twice as many, 8 of four times as
+    many, and so on."""
+    doubled = tl.maximum(split // 8 - 1, 0)
+    return tl.where(split < 8, split, (8 + split % 8) << doubled) * LEAST_SPLIT
 
 
 @triton.jit
