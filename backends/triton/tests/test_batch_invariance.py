@@ -250,7 +250,7 @@ class Forgetful(TritonBackend):
 
 @pytest.mark.parametrize("rows", [[1, 1], [2, 20]])
 def test_kernels_that_follow_the_batch_are_caught(rows: list[int]) -> None:
-    """By splits of decoding, and by prefill beside decoding."""
+    """They divide keys by the longest sequence, or choose prefill for all where one is long."""
     register("cuda.forgetful", Forgetful)
     seed, counts = 3, [1000, 2600]
     batch = drawn(seed)._replace(

@@ -96,8 +96,8 @@ def decode_kernel(
     """Compute a split of the keys for PACKED query heads (GROUP of them, or 1); one program per
     split.
 
-    Where DECODED isn't 0, the call is batch-invariant: only sequences of at most so many query
-    rows are computed, each row is in the same row of a tile whatever the call's bounds are, and
+    Where DECODED isn't 0, the call is batch-invariant: only sequences with at most that many
+    query rows are computed, each row is in the same row of a tile whatever the bounds are, and
     `first_of_split` says where splits begin.
 
     Args:

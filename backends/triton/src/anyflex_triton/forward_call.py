@@ -96,7 +96,7 @@ def decoded_rows(spec: Spec, call: Call) -> int:
 
 
 def _decoding_tile(rows: int) -> int:
-    """Return the rows of the tile that holds so many."""
+    """Return the rows of the smallest tile that holds these."""
     return max(16, 1 << (rows - 1).bit_length())
 
 

@@ -108,7 +108,7 @@ def pages_of_line(sequences, line, PAGE: tl.constexpr):
 
 @triton.jit
 def has_rows(sequences, owner, most):
-    """Return whether a sequence, given its number, has at most so many query rows."""
+    """Return whether a sequence, given its number, has at most `most` query rows."""
     return tl.load(sequences[1] + owner + 1) - tl.load(sequences[1] + owner) <= most
 
 
