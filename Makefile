@@ -189,6 +189,7 @@ docs-serve:
 
 wheels:
 	$(READY) test
+	@$(RUN) scripts/ready_kernels.py
 	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda ./backends/mps ./plugins/transformers ./plugins/vllm
 
 clean:

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected
-from anyflex_triton import TritonBackend, checksum_of, untried_triton
+from anyflex_triton import ReadyKernels, TritonBackend, checksum_of, untried_triton
 
 if TYPE_CHECKING:
     from anyflex_triton.building import KernelInputs
 
-__all__ = ["VARIABLE", "CudaBackend"]
+__all__ = ["READY", "VARIABLE", "CudaBackend"]
+
+READY = Path(__file__).with_name("ready_kernels.zip")
+"""Archive of compiled kernels, which `make wheels` makes."""
 
 VARIABLE = "ANYFLEX_CUDA_BLACKWELL"
 """Variable that opts in to Blackwell's forward."""
@@ -50,6 +53,8 @@ class CudaBackend(TritonBackend):
         """Return doctor's notes: which versions of Triton were tried, and why Hopper's and
         Blackwell's kernels aren't taken."""
         lines = super().notes() + [line for line in (unread_value(),) if line is not None]
+        if self.target() in ("hopper", "interpreter"):
+            lines.append(self.ready_kernels().note())
         try:
             # Damaged metadata has no version.
             reason = untried_triton(importlib.metadata.version("triton") or "of no version")
@@ -70,6 +75,10 @@ class CudaBackend(TritonBackend):
     def fingerprint(self) -> str:
         """Return checksums of the portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
+
+    def ready_kernels(self) -> ReadyKernels:
+        """Return Hopper's kernels of ready-made masks and mods."""
+        return ReadyKernels(READY, self.fingerprint())
 
     def kernel(self, given: KernelInputs) -> Kernel:
         """Return Hopper's kernels with the portable ones on a Hopper, Blackwell's forward with

@@ -54,6 +54,8 @@ __all__ = [
 
 _ROWS = 64
 """Query rows of a consumer warpgroup."""
+_CORES = 132
+"""Multiprocessors of an H100 or an H200, which CPU tensors stand in for."""
 OUTS = 8
 """Maximum number of layouts of outputs that a fit keeps. Few occur, because core allocates outputs
 in the query's layout."""
@@ -452,4 +454,6 @@ def launch_boxed(
 @lru_cache
 def cores(device: torch.device) -> int:
     """Return the number of multiprocessors, each of which holds one program."""
+    if device.type == "cpu":
+        return _CORES
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,6 +7,16 @@ code. All other modules are private to this package.
 
 from __future__ import annotations
 
+from anyflex_triton.absent_gpu import AbsentGpu, compiling_for
 from anyflex_triton.backend import TritonBackend, checksum_of, untried_triton
+from anyflex_triton.ready_kernels import ReadyKernels, write_ready_kernels
 
-__all__ = ["TritonBackend", "checksum_of", "untried_triton"]
+__all__ = [
+    "AbsentGpu",
+    "ReadyKernels",
+    "TritonBackend",
+    "checksum_of",
+    "compiling_for",
+    "untried_triton",
+    "write_ready_kernels",
+]

@@ -26,11 +26,13 @@ from anyflex.plugin import (
     Rejected,
     Spec,
 )
+from anyflex_triton import absent_gpu
 from anyflex_triton.options import OPTIONS
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
     from anyflex_triton.kernel_signatures import KernelInputs
+    from anyflex_triton.ready_kernels import ReadyKernels
 
 __all__ = ["TRIED", "TritonBackend", "checksum_of", "untried_triton"]
 
@@ -106,12 +108,15 @@ class TritonBackend(Backend):
 
     def target(self) -> Target:
         """Return the current device's target in the config table."""
-        if not torch.cuda.is_available():
+        if (absent := absent_gpu.in_force()) is not None:
+            major = absent.generation // 10
+        elif not torch.cuda.is_available():
             # CPU tensors stand in for a GPU's: nothing but the interpreter can run there.
             return "interpreter"
-        if torch.version.hip is not None:
+        elif torch.version.hip is not None:
             return "amd"
-        major, _ = torch.cuda.get_device_capability()
+        else:
+            major, _ = torch.cuda.get_device_capability()
         # Major version 12 is Blackwell for workstations, with Ampere's amount of shared memory.
         return "hopper" if major == 9 else "blackwell" if major == 10 else "ampere"
 
@@ -146,7 +151,7 @@ class TritonBackend(Backend):
         from anyflex_triton.tuning import Tuner
         from anyflex_triton.warm_up import begin_warm_up
 
-        files = CompiledFiles(artifacts)
+        files = CompiledFiles(artifacts, self.ready_kernels())
         stored = artifacts.get("mods.py")
         # No launcher is needed where CPU tensors stand in for the device's.
         if torch.get_device_module(spec.device_type).is_available() and torch.version.cuda:
@@ -170,6 +175,10 @@ class TritonBackend(Backend):
         options = dict(spec.options)
         given = KernelInputs(spec, stored.decode(), self.target(), options, tuner, files)
         return self.kernel(given)
+
+    def ready_kernels(self) -> ReadyKernels | None:
+        """Return the kernels that come compiled with the package, or None where none do."""
+        return None
 
     def kernel(self, given: KernelInputs) -> Kernel:
         """Return what `compile` returns."""

@@ -16,6 +16,7 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import os
 import sysconfig
 import zipfile
@@ -31,8 +32,9 @@ from triton.runtime import build
 from triton.runtime.cache import get_cache_manager
 
 from anyflex.plugin import Artifacts
+from anyflex_triton.ready_kernels import ReadyKernels
 
-__all__ = ["CompiledFiles", "kernel_name"]
+__all__ = ["CompiledFiles", "kernel_name", "kernel_to_ship"]
 
 _ABI = sysconfig.get_config_var("SOABI") or "unknown"
 """Python's ABI, which C modules are built for."""
@@ -47,10 +49,12 @@ class CompiledFiles:
 
     Args:
         artifacts: of the spec.
+        ready: kernels that came compiled with the package, or None.
     """
 
-    def __init__(self, artifacts: Artifacts) -> None:
+    def __init__(self, artifacts: Artifacts, ready: ReadyKernels | None = None) -> None:
         self._artifacts = artifacts
+        self._ready = ready
 
     def find(self, name: str, source: Callable[[], Any]) -> CompiledKernel | None:
         """Return a kernel as ``triton.compile`` finds it in its cache, or None if there is none,
@@ -60,7 +64,11 @@ class CompiledFiles:
             name: result of `kernel_name`.
             source: makes the source that ``triton.compile`` would take.
         """
-        kept = None if _compiler_is_changed() else self._artifacts.get(name)
+        if _compiler_is_changed():
+            return None
+        kept = self._artifacts.get(name)
+        if kept is None and self._ready is not None:
+            kept = self._ready.get(name)
         if kept is None:
             return None
         key, group = _put_back(kept)
@@ -149,6 +157,17 @@ def _module_name(name: str) -> str:
     return f"module-{name}-{_ABI}.zip"
 
 
+def kernel_to_ship(compiled: Any) -> bytes:
+    """Return a compiled kernel as `CompiledFiles` keeps it, uncompressed, without the paths of
+    this machine."""
+    files = _files_of(compiled)
+    for name, content in files.items():
+        if name.endswith(".json"):
+            metadata = {**json.loads(content), "extern_libs": []}
+            files[name] = json.dumps(metadata).encode()
+    return _packed(compiled.hash, files, zipfile.ZIP_STORED)
+
+
 def _files_of(compiled: Any) -> dict[str, bytes]:
     """Read the files of a kernel that Triton needs: the binary and its metadata, and no IR."""
     (binary,) = [kind for kind, content in compiled.asm.items() if content is compiled.kernel]
@@ -173,12 +192,12 @@ def _put_back(kept: bytes) -> tuple[str, dict[str, str]]:
     return key, group
 
 
-def _packed(key: str, files: Mapping[str, bytes]) -> bytes:
+def _packed(key: str, files: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(stream, "w", method) as archive:
         archive.comment = key.encode()
         for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name), content, method)
     return stream.getvalue()
 
 

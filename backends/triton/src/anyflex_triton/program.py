@@ -24,9 +24,9 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from anyflex.plugin import free_in_child
-from anyflex_triton import nvidia_launch
+from anyflex_triton import absent_gpu, nvidia_launch
 from anyflex_triton.arguments import Boxes, Types, enter_device, pointer_type
-from anyflex_triton.compiled_files import CompiledFiles, kernel_name
+from anyflex_triton.compiled_files import CompiledFiles, kernel_name, kernel_to_ship
 from anyflex_triton.nvidia_launch import Launcher, Parameters
 from anyflex_triton.triton_launch import interpret, launch_kernel, load_kernel, make_launcher
 from anyflex_triton.warm_up import current_target
@@ -184,6 +184,13 @@ class Program:
             if not self._compiled and self._ahead is None:
                 self._ahead = self._translate(target, self.options, after_front_end)
 
+    def _compile_for(self, gpu: absent_gpu.AbsentGpu) -> None:
+        """Compile for a GPU that isn't there, and note the kernel."""
+        name = self._name(gpu.target, self.options)
+        if name not in gpu.kernels:
+            self.compile_ahead(gpu.target)
+            gpu.kernels[name] = kernel_to_ship(self._ahead)
+
     def _translate(
         self, target: Any, options: Options, after_front_end: Callable[[], None] | None = None
     ) -> Any:
@@ -262,11 +269,15 @@ class Program:
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
         """Run `grid` programs on the current stream of the current device, in Triton's interpreter
-        or by Triton's launcher.
+        or by Triton's launcher; only compile the kernel where `absent_gpu` says so.
 
         Args:
             values: all arguments that aren't constants; it may also have those of other kernels.
         """
+        absent = absent_gpu.in_force()
+        if absent is not None:
+            self._compile_for(absent)
+            return
         arguments = self._in_order({**values, **self.constants})
         if INTERPRETED:
             interpret(self.function, grid, arguments, self.options.keywords())
