@@ -23,7 +23,7 @@ from anyflex.plugin import isolated, register
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_kernels import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.gluon_launch import descriptor, descriptor_type, is_boxed
-from anyflex_triton import TritonBackend, untried_triton
+from anyflex_triton import TritonBackend, untried_triton, write_ready_kernels
 from anyflex_triton.backend import TRIED
 
 HOPPERS = "anyflex_cuda.hopper_forward"
@@ -157,6 +157,14 @@ def test_a_triton_without_a_version_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     notes = CudaBackend("cuda", "cuda").notes()
     assert notes[0] == f"tried with Triton {TRIED}; here is triton of no version"
     assert notes[-1].startswith("Hopper's and Blackwell's kernels aren't taken: Triton of no ")
+
+
+def test_doctor_tells_what_came_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyflex_cuda.backend.READY", tmp_path / "ready.zip")
+    assert any("no kernels came compiled" in line for line in OnHopper("cuda", "cuda").notes())
+    write_ready_kernels(tmp_path / "ready.zip", "other sources", {"kernel-a.zip": b"a"})
+    (note,) = [line for line in OnHopper("cuda", "cuda").notes() if "came compiled" in line]
+    assert note.startswith("the 1 kernels that came compiled are for other sources; here is ")
 
 
 def heads_last(*shape: int) -> Tensor:

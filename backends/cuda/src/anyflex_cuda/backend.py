@@ -53,7 +53,7 @@ class CudaBackend(TritonBackend):
         """Return doctor's notes: which versions of Triton were tried, and why Hopper's and
         Blackwell's kernels aren't taken."""
         lines = super().notes() + [line for line in (unread_value(),) if line is not None]
-        if self.target() in ("hopper", "interpreter"):
+        if self.target() == "hopper":
             lines.append(self.ready_kernels().note())
         try:
             # Damaged metadata has no version.
