@@ -30,9 +30,9 @@ from anyflex_triton.building import Mods, Program, load_module, source_for, writ
 
 
 def decode_of(
-    spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool = True
+    spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool = True, rows: int = 64
 ) -> Program:
-    """Return the program of a class of calls."""
+    """Return the program of a class of calls, whose tiles have `rows` query rows."""
     source = write_source(spec)
     made = GluonPrograms(spec, source)
     functions = vars(
@@ -40,7 +40,8 @@ def decode_of(
     )
     mods = Mods.of(None, functions)
     wanted = {"WANT_LSE": True, "WANT_MAX": False, "WANT_REST": False}
-    return decode_program(made, tiles, plan, mods, adds, 8, wanted, spec.q_layout == "packed")
+    is_packed = spec.q_layout == "packed"
+    return decode_program(made, tiles, plan, mods, adds, 8, wanted, is_packed, rows)
 
 
 def facts_of(
@@ -81,6 +82,29 @@ def packed_facts(spec: Spec, page: int, plan: int, adds: bool) -> dict[str, Any]
         "shared": made.metadata.shared,
         "local": sass.count("LDL") + sass.count("STL"),
         "loads": len(re.findall(r"UTMALDG", sass)),
+    }
+
+
+def stored_facts(spec: Spec, page: int, plan: int, rows: int) -> dict[str, Any]:
+    """Compile the kernel of packed calls whose keys are stored in 8 bits, and return facts about
+    its loop over a unit's steps."""
+    layout: Any = "paged" if page else "packed"
+    spec = replace(spec, q_layout="packed", kv_layout=layout, page_size=page, q_class="one")
+    made, told = compiled(decode_of(spec, decode_tiles(spec), plan, False, True, rows))
+    # The loops that look for non-finite values have products too, in the queries' type.
+    (loop,) = (
+        text
+        for text in loops_of(sass_of(made), "HMMA")
+        if "HMMA.16816.F32 " in text and "SYNCS" in text and "BF16" not in text
+    )
+    return {
+        "spills": spills_of(told),
+        "shared": made.metadata.shared,
+        "local": loop.count("LDL") + loop.count("STL"),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", loop, re.MULTILINE)),
+        "products": loop.count("HMMA"),
+        "conversions": loop.count("HADD2") + loop.count("UNPACK_B"),
+        "wide_loads": loop.count("LDS.128"),
     }
 
 
@@ -139,6 +163,16 @@ def main() -> int:
                 json.dumps({"name": name, "dim": dim, "page": page, "plan": plan, **facts}),
                 flush=True,
             )
+        stored = [("full", "int8", 64, none, 16)]
+        if SOAK:
+            stored += [
+                ("full", "fp8_e4m3", 16, none, 16), ("softcap", "int8", 0, none, 32),
+                ("documents", "fp8_e4m3", 48, each, 16), ("full", "fp8_e4m3", 256, none, 32),
+            ]  # fmt: skip
+        for name, kind, page, plan, rows in stored:
+            spec = replace(spec_of(name, 128, torch.bfloat16), gqa_ratio=4, kv_storage=kind)
+            facts = stored_facts(spec, page, plan, rows)
+            print(json.dumps({"stored": kind, "name": name, "rows": rows, **facts}), flush=True)
         for found in launched():
             print(json.dumps(found), flush=True)
     return 0

@@ -80,8 +80,8 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
     }
 
 
-def loops_of(sass: str) -> list[str]:
-    """Return the innermost loops with warpgroup products."""
+def loops_of(sass: str, product: str = "HGMMA") -> list[str]:
+    """Return the innermost loops with products, of warpgroups unless `product` says others."""
     lines = sass.splitlines()
     labels = {
         line.split(":")[0].strip(): i for i, line in enumerate(lines) if line.startswith(".L")
@@ -94,7 +94,7 @@ def loops_of(sass: str) -> list[str]:
             found.append((begin, i))
     inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
     texts = ["\n".join(lines[begin : end + 1]) for begin, end in inner]
-    return [text for text in texts if "HGMMA" in text]
+    return [text for text in texts if product in text]
 
 
 def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:

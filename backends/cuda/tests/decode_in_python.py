@@ -37,6 +37,7 @@ from anyflex_cuda import (
     packed_steps,
     smem_mailbox,
     split_tiles,
+    stored_operands,
     write_softmax_stats,
 )
 from anyflex_cuda.gluon_launch import GluonProgram
@@ -49,7 +50,7 @@ from interpreting import hasten
 LOWEST = torch.finfo(torch.float32).min
 CALLED = (
     tiles, forward, decode_steps, packed_steps, nonfinite_rows, smem_mailbox, apply_mods,
-    split_tiles, write_softmax_stats, decode_parts,
+    split_tiles, stored_operands, write_softmax_stats, decode_parts,
 )  # fmt: skip
 
 

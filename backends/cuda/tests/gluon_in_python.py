@@ -23,6 +23,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
@@ -199,6 +200,8 @@ class Shared:
         return self._view(self.array[tuple(places)])
 
     def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> Any:
+        if dtype == "i32":
+            return Words(self.array)
         if len(shape) > 4:
             return Pieces(self, shape)
         other = self.others.setdefault(_begins(self.array), np.full(shape, np.nan))
@@ -233,6 +236,25 @@ class Pieces:
         rows = slice(down * self.rows, (down + 1) * self.rows)
         columns = slice(beside * self.columns, (beside + 1) * self.columns)
         return Shared(self.whole.array[slot : slot + 1, :, :, rows, columns], self.whole.dtype)
+
+
+class Words:
+    """Shared memory of numbers in 8 bits, seen as words of four: an object each, a tuple."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def index(self, i: int) -> Words:
+        return Words(self.array[i])
+
+    def reshape(self, shape: Sequence[int]) -> Words:
+        return Words(self.array.reshape(*shape, 4))
+
+    def load(self, layout: object) -> Any:
+        found = np.empty(self.array.shape[:-1], object)
+        for at in np.ndindex(found.shape):
+            found[at] = tuple(self.array[at])
+        return tile(found)
 
 
 def _begins(array: np.ndarray) -> int:
@@ -482,6 +504,30 @@ class Device:
         barrier.check()
         self._some()
 
+    # Copies by pointers to shared memory
+
+    def async_copy(self, memory: Shared, pointer: Pointer, mask: Any) -> None:
+        at = np.where(mask, pointer.at, 0)
+        assert np.min(at) >= 0 and np.max(at) < pointer.array.size, "outside of the memory"
+
+        def work() -> None:
+            memory.store(np.where(mask, pointer.array[at], 0.0))
+
+        self.own.__dict__.setdefault("copies", []).append(work)
+
+    def arrive_after_copies(self, barrier: Barrier, increment_count: bool) -> None:
+        """Let a warp's threads arrive when its earlier copies are done."""
+        assert not increment_count
+        copies = self.own.__dict__.pop("copies")
+
+        def work() -> None:
+            for copy in copies:
+                copy()
+            barrier.pending -= 32
+            barrier.check()
+
+        self._issue("loads", work)
+
     # TMA
 
     def async_load(self, box: Box, at: Sequence[int], barrier: Barrier, memory: Shared) -> None:
@@ -553,7 +599,13 @@ class Device:
     def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
         """Return the result of inline PTX. A barrier of several partitions returns its first
         operand after the wait; a vote whether to multiply, the product of both; rounding to 16
-        bits, both in one word, here a complex number; predicates, what `chosen` returns."""
+        bits, both in one word, here a complex number; predicates, what `chosen` returns;
+        conversion of words of four numbers, these."""
+        if "prmt.b32" in text:
+            (words,) = operands
+            zero = (0.0,) * 4
+            numbers = np.array([word or zero for word in words.ravel()], float)
+            return tuple(tile(x.reshape(words.shape)) for x in numbers.T)
         if "selp.f32 $0" in text:
             return chosen(text, operands)
         if text.startswith("cvt.rn."):
@@ -634,7 +686,10 @@ class Device:
         # Like the device's maximum, this ignores NaN.
         def maximum(x: Any, axis: int) -> Any:
             found = np.fmax.reduce(x, axis=axis)
-            return tile(found) if np.ndim(found) else int(found)
+            if np.ndim(found):
+                return tile(found)
+            # Shared memory has integers as floats.
+            return int(found) if float(found).is_integer() else found.item()
 
         def total(x: Any, axis: int) -> Any:
             found = np.sum(x, axis=axis)
@@ -726,10 +781,10 @@ def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
                 memory, tensor.storage_offset(), value.shape, value.strides, value.block_shape
             )
         elif hasattr(value, "block_shape"):
-            array = value.base.numpy()
+            array = _known(value.base).numpy()
             strides = [stride * array.itemsize for stride in value.strides]
             view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
-            given[name] = Box(view, value.block_shape, array.itemsize)
+            given[name] = Box(view, value.block_shape, value.base.element_size())
         elif isinstance(value, Tensor):
             given[name] = _pointer_to(value)
         elif isinstance(value, tuple):
@@ -742,7 +797,12 @@ def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
 def _pointer_to(tensor: Tensor) -> Pointer:
     memory = tensor.untyped_storage().nbytes() // tensor.element_size()
     count = memory - tensor.storage_offset()
-    return Pointer(tensor.detach().as_strided((count,), (1,)).numpy())
+    return Pointer(_known(tensor.detach().as_strided((count,), (1,))).numpy())
+
+
+def _known(tensor: Tensor) -> Tensor:
+    """Return a tensor in a type that numpy knows, with its strides: a copy where it doesn't."""
+    return tensor.float() if tensor.dtype is torch.float8_e4m3fn else tensor
 
 
 _HELD = {
@@ -871,6 +931,10 @@ def run_kernel(
             async_load=device.async_load, async_store=device.async_store,
             async_atomic_add=device.async_atomic_add,
             store_wait=lambda pendings: device._drain("stores", pendings),
+        ),
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=device.async_copy,
+            mbarrier_arrive=device.arrive_after_copies,
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,

@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -63,6 +63,8 @@ class Case:
         rows_first: whether a pool's rows lie before its heads.
         cores: number of multiprocessors.
         most_added, most_parts: as in `decode_in_python.Case`.
+        stored: type of keys and values in 8 bits, or None.
+        scales: what has a scale of its own: "tensor", "head", or "token", a token and head.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Case:
     cores: int = 3
     most_added: int = 320
     most_parts: int = 64
+    stored: torch.dtype | None = None
+    scales: str = "token"
 
 
 def by_slot(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -97,6 +101,7 @@ def nothing(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (k < 0) & (q == q)
 
 
+HALF, FLOAT8 = torch.float16, torch.float8_e4m3fn
 EDGES = ((1, 0), (0, 40), (1, 1), (2, 15), (1, 16), (3, 17), (1, 63), (0, 0), (1, 65))
 CASES = [
     Case("plain"),
@@ -120,14 +125,21 @@ CASES = [
     Case("beside long ones", ((1, 90), (140, 200), (2, 65), (33, 40)), mask=causal, spare=3),
     Case("long ones alone", ((40, 40), (35, 70), (150, 150)), page=0, mask=causal),
     Case("beside long ones, packed", ((1, 90), (0, 3), (140, 200), (2, 0)), page=0, spare=3),
+    Case("int8", EDGES, spare=5, stored=torch.int8, score=by_slot),
+    Case("float8, packed", EDGES, page=0, stored=FLOAT8, spare=2, dims=(64, 128)),
+    Case("int8, one scale", page=64, stored=torch.int8, scales="tensor", mask=window),
+    Case("float8, a scale a head", ((3, 900), (2, 90)), stored=FLOAT8, scales="head", cores=9),
+    Case("float8, odd", odd=True, stored=FLOAT8, rows_first=True),
+    Case("int8, odd, packed", odd=True, page=0, stored=torch.int8, mask=window),
 ]
 
 
 def drawn(seed: int) -> Case:
     """Return a random case."""
     pick = random.Random(seed)
+    stored = random.Random(-seed).choice([None, torch.int8, FLOAT8])
     group, kv_heads = pick.choice([(1, 3), (4, 2), (7, 1), (8, 1), (16, 1)])
-    most = 64 // group
+    most = (64 if stored is None else 32) // group
     page = pick.choice([0, 16, 32, 48, 64, 96, 256])
     keys = [0, 1, 15, 16, 17, 63, 64, 65, page, page + 1, pick.randrange(700)]
     return Case(
@@ -139,7 +151,7 @@ def drawn(seed: int) -> Case:
         + ((1, pick.choice(keys)),),
         page,
         (group * kv_heads, kv_heads),
-        pick.choice([(64, 64), (40, 72), (128, 128)]),
+        pick.choice([(64, 64), (40, 72) if stored is None else (48, 80), (128, 128)]),
         pick.choice([None, by_slot]),
         pick.choice([None, causal, window]),
         pick.choice([0, 3, 40]),
@@ -147,6 +159,8 @@ def drawn(seed: int) -> Case:
         cores=pick.choice([1, 3, 10]),
         most_added=pick.choice([0, 10**6]),
         most_parts=pick.choice([2, 64]),
+        stored=stored,
+        scales=pick.choice(["tensor", "head", "token"]),
     )
 
 
@@ -176,20 +190,70 @@ def in_python(
     run_kernel(hopper_decode, "decode_kernel", grid, given, seed, changed, CALLED)
 
 
-def poison(*shape: int) -> Tensor:
+class Drawn(NamedTuple):
+    """A call's numbers: queries [T, Hq, E], and each sequence's keys and values [Hkv, S, E] and
+    their scales [Hkv, S, 1]."""
+
+    query: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_scales: list[Tensor]
+    v_scales: list[Tensor]
+
+
+def numbers_of(case: Case) -> Drawn:
+    heads, kv_heads = case.heads
+    rows = sum(count for count, _ in case.lengths)
+    query = torch.cat([torch.randn(rows, heads, case.dims[0]).half()])
+    query = torch.cat([query, poison(case.spare, heads, case.dims[0])])
+    size = 40 if case.stored is torch.int8 else 1
+    keys, values = (
+        [
+            (torch.randn(kv_heads, count, dim) * size).clamp(-127, 127).to(case.stored or HALF)
+            for _, count in case.lengths
+        ]
+        for dim in case.dims
+    )
+    if case.odd and case.stored is not torch.int8:
+        keys[0][0, 20, 5] = math.nan if case.stored else math.inf
+        values[3][1, 99, 7] = math.nan
+        values[1][0, 16, 1] = math.nan if case.stored else -math.inf
+    k_scales, v_scales = (scales_of(case, kv_heads) for _ in range(2))
+    if case.odd and case.scales == "token":
+        k_scales[1][1, 3] = -math.inf
+        v_scales[0][0, 20] = math.inf
+        v_scales[3][1, 99] = math.nan
+    return Drawn(query, keys, values, k_scales, v_scales)
+
+
+def scales_of(case: Case, kv_heads: int) -> list[Tensor]:
+    if case.scales != "token":
+        each = torch.rand(kv_heads if case.scales == "head" else 1, 1, 1) / 20
+        return [each.expand(kv_heads, count, 1) for _, count in case.lengths]
+    found = [torch.rand(kv_heads, count, 1) / 20 for _, count in case.lengths]
+    # Later keys' scales are larger, so that the sums' reference changes.
+    return [x * (1 + torch.arange(x.shape[1])[:, None] / 50) for x in found]
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    if dtype is torch.int8:
+        return torch.full(shape, 127, dtype=dtype)
     found = torch.full(shape, math.nan)
-    found[1::2] = math.inf
-    return found.half()
+    if dtype is not FLOAT8:
+        found[1::2] = math.inf
+    return found.to(dtype)
 
 
 def stored(case: Case, keys: list[Tensor]) -> Tensor:
     """Return packed rows [S, Hkv, E], or a pool of pages, from keys [Hkv, S, E] of sequences."""
     heads, _, dim = keys[0].shape
+    dtype = keys[0].dtype
     if not case.page:
-        rows = [x.transpose(0, 1) for x in keys]
-        return torch.cat([x for row in rows for x in (row, poison(3, heads, dim))])
+        rows = [y for x in keys for y in (x.transpose(0, 1), poison(3, heads, dim, dtype=dtype))]
+        # torch joins no float8.
+        return torch.cat([x.view(torch.int8) for x in rows]).view(dtype)
     pages = sum(-(-x.shape[1] // case.page) for x in keys) + 3
-    pool = poison(pages, heads, case.page, dim)
+    pool = poison(pages, heads, case.page, dim, dtype=dtype)
     if case.rows_first:
         pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
     for x, ids in zip(keys, table_of(case, pages), strict=True):
@@ -222,6 +286,47 @@ def batch(case: Case, pages: int) -> anyflex.Packed:
     return anyflex.Packed(offsets, ints(keys), page_table=table, q_starts=starts)
 
 
+def dense(case: Case, drawn: Drawn) -> list[Tensor]:
+    """Return out, lse and max_scores by the formula in float64: a call's that has numbers in 8
+    bits, which the reference's core rounds to the queries' type first."""
+    group = case.heads[0] // case.heads[1]
+    rows = drawn.query.shape[0]
+    out = torch.zeros(rows, case.heads[0], case.dims[1], dtype=torch.float64)
+    lse, tops = (torch.full((rows, case.heads[0]), -math.inf).double() for _ in range(2))
+    first = 0
+    for i, (count, length) in enumerate(case.lengths):
+        end = first + count
+        q = drawn.query[first:end].double().transpose(0, 1)
+        k, v = (
+            (numbers[i].double() * scales[i].double()).repeat_interleave(group, 0)
+            for numbers, scales in (
+                (drawn.keys, drawn.k_scales), (drawn.values, drawn.v_scales),
+            )
+        )  # fmt: skip
+        scores = q @ k.mT * case.dims[0] ** -0.5
+        start = length - count if case.starts is None else case.starts[i]
+        h, q_idx, kv_idx = (torch.arange(n) for n in scores.shape)
+        at = i, h[:, None, None], q_idx[:, None] + start, kv_idx
+        seen = torch.ones_like(scores, dtype=torch.bool)
+        if case.score is not None:
+            scores = case.score(scores, *at)
+        if case.mask is not None:
+            seen = case.mask(*at).expand(scores.shape)
+        scores = scores.masked_fill(~seen, -math.inf)
+        weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        finite = torch.where(v.isfinite(), v, 0.0)
+        # 0 * NaN is NaN: non-finite values reach only the rows that see them.
+        others = (seen[..., None] * torch.where(v.isfinite(), 0.0, v)[:, None]).where(
+            seen[..., None], 0.0
+        )
+        out[first:end] = (weights @ finite + others.sum(2)).transpose(0, 1)
+        if length:
+            lse[first:end] = scores.logsumexp(-1).T
+            tops[first:end] = scores.amax(-1).T
+        first = end
+    return [out, lse, tops]
+
+
 def outputs(
     case: Case, backend: str, changed: tuple[str, str] = ("", ""), seed: int = 0
 ) -> tuple[list[Tensor], list[str]]:
@@ -243,24 +348,21 @@ def outputs(
         else:
             launch(program, grid, device, values)
 
-    heads, kv_heads = case.heads
-    rows = sum(count for count, _ in case.lengths)
-    query = torch.cat([torch.randn(rows, heads, case.dims[0]).half()])
-    query = torch.cat([query, poison(case.spare, heads, case.dims[0])])
-    keys, values = (
-        [torch.randn(kv_heads, count, dim).half() for _, count in case.lengths]
-        for dim in case.dims
-    )
-    if case.odd:
-        keys[0][0, 20, 5] = math.inf
-        values[3][1, 99, 7] = math.nan
-        values[1][0, 16, 1] = -math.inf
-    pools = stored(case, keys), stored(case, values)
+    found = numbers_of(case)
+    pools = stored(case, found.keys), stored(case, found.values)
+    more = {}
+    for name, scales in (("k_scale", found.k_scales), ("v_scale", found.v_scales)):
+        if case.stored is not None:
+            some = max(scales, key=lambda x: x.shape[1])
+            of_call = {"token": stored(case, scales)[..., 0], "head": some[:, 0, 0]}
+            more[name] = of_call.get(case.scales, some[0, 0, 0])
+    if backend == "dense":
+        return dense(case, found), names
     with mock.patch.object(Program, "launch", launched):
         out, aux = anyflex.flex_attention_packed(
-            query, *pools, batch(case, pools[0].shape[0]).begin(), case.score, case.mask,
+            found.query, *pools, batch(case, pools[0].shape[0]).begin(), case.score, case.mask,
             enable_gqa=True, backend=backend,
-            return_aux=anyflex.AuxRequest(lse=True, max_scores=True),
+            return_aux=anyflex.AuxRequest(lse=True, max_scores=True), **more,
         )  # fmt: skip
     return [out, aux.lse, aux.max_scores], names
 
@@ -281,7 +383,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
     steps = ("share_kernel",) if case.mask is None else ("list_kernel", "share_kernel")
     sums = () if case.most_added else ("combine_kernel",)
     assert tuple(names) == (*others, *steps, "decode_kernel", *sums), names
-    wanted, _ = outputs(case, "reference")
+    wanted, _ = outputs(case, "dense" if case.stored else "reference")
     for found, right in zip(ours, wanted, strict=True):
         if case.odd and found is ours[0]:
             assert not np.isfinite(right.numpy()).all(), "a case without what it is about"

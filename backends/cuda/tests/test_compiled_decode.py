@@ -18,7 +18,9 @@ own."""
 
 def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     lines = printed_by("compiling_decode.py")
-    found = [json.loads(line) for line in lines if line.startswith("{")]
+    every = [json.loads(line) for line in lines if line.startswith("{")]
+    of_stored = [facts for facts in every if "stored" in facts]
+    found = [facts for facts in every if "stored" not in facts]
     count = 9 if SOAK else 1
     ends = count + count
     of_steps, of_packed, of_calls = found[:count], found[count:ends], found[ends:]
@@ -49,6 +51,16 @@ def test_decoding_compiles_without_spills_and_fits_twice() -> None:
         # Without a mask the first loads are issued elsewhere too, whole boxes one per warp.
         first = (2 if boxes == 1 else loads) if facts["plan"] == NONE.value else 0
         assert facts["loads"] == loads + first, facts
+    assert len(of_stored) == (5 if SOAK else 1)
+    for facts in of_stored:
+        tiles = facts["rows"] // 16
+        assert facts["shared"] <= SHARED, facts
+        # Tiles of 32 rows may spill with some mods.
+        assert facts["spills"] == facts["local"] == 0 or facts["rows"] == 32, facts
+        # Two numbers are converted at a time, and 128 of each of 128 threads; no register moves.
+        assert facts["conversions"] == 64 and facts["products"] == 32 * tiles, facts
+        assert facts["wide_loads"] == 4 + 4 * tiles, facts
+        assert facts["instructions"] <= 560 * tiles, facts
     assert [facts["name"] for facts in of_calls] == [
         "steps_kernel", "decode_kernel", "combine_kernel",
     ]  # fmt: skip

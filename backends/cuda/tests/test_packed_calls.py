@@ -24,7 +24,14 @@ from anyflex_triton.building import FixedLaunch, TritonKernel
 LENGTHS = (100, 0, 17, 900)
 
 
-def launched(
+def launched(*given: Any, **named: Any) -> list[Any]:
+    """Return what `launched_here` returns on a Hopper."""
+    with isolated():
+        register("cuda", OnHopper)
+        return launched_here(*given, **named)
+
+
+def launched_here(
     rows: int = 1,
     heads: tuple[int, int] = (32, 8),
     page: int = 64,
@@ -32,8 +39,10 @@ def launched(
     mask: Any = None,
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
+    stored: torch.dtype | None = None,
 ) -> list[Any]:
-    """Return the launches of a call whose sequences have `rows` query rows each."""
+    """Return the launches of a call whose sequences have `rows` query rows each, and whose keys
+    may be stored in 8 bits."""
     count = len(LENGTHS)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     offsets = torch.arange(count + 1, dtype=torch.int32) * rows
@@ -46,14 +55,13 @@ def launched(
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
         batch = anyflex.Packed(offsets, lengths, kv_offsets=ends)
         shape = (sum(LENGTHS), heads[1], dim)
-    key, value = drawn(shape, shape, dtype=dtype)
-    with isolated():
-        register("cuda", OnHopper)
-        with recording() as launches:
-            anyflex.flex_attention_packed(
-                query, key, value, batch.begin(), mask_mod=mask, enable_gqa=True, backend="cuda",
-                batch_invariant=batch_invariant,
-            )  # fmt: skip
+    key, value = drawn(shape, shape, dtype=stored or dtype)
+    scale = None if stored is None else torch.ones(heads[1])
+    with recording() as launches:
+        anyflex.flex_attention_packed(
+            query, key, value, batch.begin(), mask_mod=mask, enable_gqa=True, backend="cuda",
+            k_scale=scale, v_scale=scale, batch_invariant=batch_invariant,
+        )  # fmt: skip
     return launches
 
 
@@ -147,6 +155,49 @@ def test_a_tile_holds_the_rows_of_all_heads_of_a_key_head(
             assert values["most_rows"] == min(rows, 64 * heads[1] // heads[0])
         elif program.function.__name__ == "tile_kernel":
             assert values["short_rows"] == (64 * heads[1] // heads[0] if DECODED in names else 0)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("rows", "heads", "tile_rows"), [(1, (32, 8), 16), (5, (32, 8), 32), (1, (32, 1), 32)]
+)
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_keys_in_8_bits_are_decoded_in_tiles_of_few_rows(
+    stored: torch.dtype, rows: int, heads: tuple[int, int], tile_rows: int, page: int
+) -> None:
+    program, _, values = launched(rows, heads, page, dim=80, stored=stored)[0]
+    assert names_of([(program, 0, values)]) == [DECODED]
+    assert program.constants["ROWS"] == tile_rows
+    # Whatever the head dim, a row of a box is as wide as the swizzle.
+    assert values["k_desc"].block_shape == [1, 1, page or 64, 128]
+    assert values["k_scale"][2:] == values["v_scale"][2:] == (1, 0)
+
+
+def test_the_tiles_of_one_spec_s_calls_follow_their_rows() -> None:
+    with isolated():
+        register("cuda", OnHopper)
+        for rows, tile_rows in ((8, 32), (2, 16), (8, 32)):
+            program, _, _ = launched_here(rows, stored=torch.int8)[0]
+            assert program.constants["ROWS"] == tile_rows
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"rows": 9}, PORTABLE),
+        ({"heads": (33, 1)}, PORTABLE),
+        ({"dim": 72}, PORTABLE),
+        ({"dim": 144}, PORTABLE),
+        ({"page": 8}, PORTABLE),
+        ({"mask": by_head}, PORTABLE),
+        ({"dtype": torch.float32}, PORTABLE),
+    ],
+    ids=str,
+)
+def test_other_calls_with_keys_in_8_bits_take_the_portable_kernels(
+    given: dict[str, Any], names: list[str]
+) -> None:
+    assert names_of(launched(stored=torch.int8, **given)) == names
 
 
 @pytest.mark.parametrize(

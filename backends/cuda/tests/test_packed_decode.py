@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Stuck
-from packed_decode_in_python import EDGES, Case, InPython, by_slot, check
+from packed_decode_in_python import EDGES, FLOAT8, Case, InPython, by_slot, check
 from scripts_beside import SOAK
 
 from anyflex.plugin import PluginError, isolated, register
@@ -21,6 +22,8 @@ CASES = [
     Case("beside long ones", ((1, 90), (65, 70), (0, 3)), page=0, spare=3),
     Case("odd", odd=True, rows_first=True),
     Case("odd, packed", odd=True, page=0),
+    Case("int8", ((2, 300), (1, 31), (1, 140)), page=48, stored=torch.int8, heads=(4, 2)),
+    Case("float8, odd, packed", odd=True, page=0, stored=FLOAT8, rows_first=True),
 ]
 PIECES = [
     ("tl.minimum(key, places.length - 1) // PAGE", "key // PAGE"),
@@ -48,6 +51,20 @@ PIECES = [
     ("place * (outputs.GROUP * outputs.most_rows) + rows, there",
      "place * (outputs.GROUP * unit.rows) + rows, there"),
     ("gl.where(part.first_step == 0, 1, 0)", "0"),
+    # These are needed by keys stored in 8 bits alone.
+    ("permute((2, 3, 6, 5, 1, 4, 0))", "permute((1, 2, 3, 4, 5, 6, 0))"),
+    ("permute((0, 3, 2, 1))", "permute((0, 1, 2, 3))"),
+    ("expand_dims(power, 1) *", "expand_dims(power * 0.0 + 1.0, 1) *"),
+    ("(alpha * (top * inverse), 1)", "(alpha, 1)"),
+    ("acc = natural_columns(acc * top)", "acc = natural_columns(acc)"),
+    ("row_sum * gl.expand_dims(alpha, 1) + weights", "row_sum + weights"),
+    ("page_at(places, keys, PAGE).to(gl.int64) * scales[1]", "0"),
+    ("row = places.first_row + keys", "row = keys"),
+    ("count=1 + LOADERS", "count=1"),
+    ("for_keys, mask=there)", "for_keys, mask=keys < first)"),
+    ("gl.where(nonfinite(scales), float(\"nan\"), scales)", "scales"),
+    ("scores *= gl.expand_dims(scales_of(tensors.k_scale, unit, keys, end, plan), 0)", "pass"),
+    ("v = (v.to(gl.float32) * gl.expand_dims(of_values, 1)).to(DTYPE)", "pass"),
 ]  # fmt: skip
 """Pieces of the kernel that packed calls need."""
 
@@ -68,7 +85,10 @@ def test_without_a_piece_of_it_some_call_fails(piece: str, instead: str) -> None
     pytest.fail("every call gave the reference's outputs")
 
 
-@pytest.mark.parametrize("case", CASES[:4] if SOAK else CASES[:1], ids=lambda case: case.name)
+STALE = [*CASES[:4], Case("float8", EDGES[:5], stored=FLOAT8)]
+
+
+@pytest.mark.parametrize("case", STALE if SOAK else STALE[::4], ids=lambda case: case.name)
 def test_stale_rows_behind_a_sequence_s_keys_are_computed_once(case: Case) -> None:
     once = ("is_nonfinite = gl.max((zeros != zeros).to(gl.int32), 0) > 0", "is_nonfinite = False")
     with isolated(), posing("cuda"):

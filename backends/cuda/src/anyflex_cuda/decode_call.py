@@ -18,6 +18,7 @@ from anyflex_cuda.gluon_launch import boxes_of, descriptor_type
 from anyflex_cuda.kernel_arguments import ROW_STRIDES, TYPES
 from anyflex_triton.building import (
     BYTES,
+    STORED_TYPES,
     FixedLaunch,
     Mods,
     Options,
@@ -86,7 +87,10 @@ class DecodeTiles(NamedTuple):
 
 def decode_tiles(spec: Spec) -> DecodeTiles:
     """Return the spec's tiles: two programs a multiprocessor. With 128 columns two stages were the
-    fastest of nine settings on an H200, by 1 %; with 64 none was measured."""
+    fastest of nine settings on an H200, by 1 %; with 64 none was measured, and none of keys stored
+    in 8 bits, which have as many bytes in flight."""
+    if spec.kv_storage != "plain":
+        return DecodeTiles(64, 4, 2)
     return DecodeTiles(64, 2 if _width(spec) > 64 else 6, 2)
 
 
@@ -255,7 +259,7 @@ def _aligned(programs: int, units: int, most: int) -> int:
 
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods: Mods, adds: bool, unit: int,
-    wanted: Mapping[str, bool], alone: bool = False,
+    wanted: Mapping[str, bool], alone: bool = False, rows: int = 64,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
@@ -265,32 +269,37 @@ def decode_program(
         adds: as in `DecodeFit`. unit: as in out's `Layout`.
         wanted: from `wanted_outputs`.
         alone: whether the rows of a packed call that are nobody's are this kernel's.
+        rows: rows of a tile.
     """
     spec = made.spec
     # Imported here because most processes don't decode, and Triton reads the source of each of its
     # functions.
     from anyflex_cuda import hopper_decode
 
-    boxes = boxes_for(spec, tiles)
+    boxes, is_stored = boxes_for(spec, tiles), spec.kv_storage != "plain"
+    is_whole = boxes["k_desc"][2] == tiles.block_n
+    of_keys = STORED_TYPES.get(spec.kv_storage, spec.dtype)
     return made.program(
         hopper_decode.decode_kernel,
         {
             **mod_constants(mods),
             "PLAN": plan,
-            "D": _columns(spec.head_dim),
-            "DV": _columns(spec.value_head_dim),
+            "D": boxes["k_desc"][3] if is_stored else _columns(spec.head_dim),
+            "DV": boxes["v_desc"][3] if is_stored else _columns(spec.value_head_dim),
+            "STORED": spec.kv_storage,
+            "ROWS": rows,
             "UNIT": unit,
             "ADDS": adds,
             "ALONE": alone,
             **wanted,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
-            # Several pages a step take more of them.
-            "PRODUCER_REGISTERS": 24 if boxes["k_desc"][2] == tiles.block_n else 40,
+            # Several pages a step take more of them, and places of scales.
+            "PRODUCER_REGISTERS": 56 if is_stored else 24 if is_whole else 40,
         },
         Options(4, 1, (("maxnreg", tiles.most_registers),)),
         types={
-            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+            **{name: descriptor_type(of_keys, box) for name, box in boxes.items()},
             **ROW_STRIDES,
             "o_strides": ("i64",) * 4,
         },
@@ -300,13 +309,19 @@ def decode_program(
 
 def boxes_for(spec: Spec, tiles: DecodeTiles) -> dict[str, tuple[int, ...]]:
     """Return the boxes of keys and values: of a step, or of its part that no page ends within,
-    which are as wide as the swizzle."""
+    which are as wide as the swizzle, as rows of 8 bits always are."""
     rows = math.gcd(tiles.block_n, spec.page_size)
     dims = {"k_desc": spec.head_dim, "v_desc": spec.value_head_dim}
     return {
-        name: (1, 1, rows, _columns(dim) if rows == tiles.block_n else 64)
+        name: (1, 1, rows, _box_columns(spec, dim, rows == tiles.block_n))
         for name, dim in dims.items()
     }
+
+
+def _box_columns(spec: Spec, dim: int, is_whole: bool) -> int:
+    if spec.kv_storage != "plain":
+        return 128
+    return _columns(dim) if is_whole else 64
 
 
 def launch_decode(

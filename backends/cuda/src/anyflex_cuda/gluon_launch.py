@@ -23,7 +23,10 @@ __all__ = [
     "strides_of",
 ]
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_TYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+    torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv,
+}  # fmt: skip
 
 
 class GluonSource(TellsFrontEnd, GluonASTSource):  # type: ignore[misc]

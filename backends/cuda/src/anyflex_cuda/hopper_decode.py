@@ -3,9 +3,11 @@
 A program has a share of all steps, whatever units they belong to (decode_steps.py). It consists of
 a producer warp and a consumer warpgroup. The producer has TMA load the share's keys and values
 into a ring, as far ahead as the ring has slots, also across the ends of units. A unit's query rows
-are padded with zeros to the 64 rows of a warpgroup's product. At the end of a unit's part of the
-share its sums are written, and the last of the unit's programs adds them up (decode_parts.py).
-Where that is too much work for one program, `decode_sums.combine_kernel` does it afterwards.
+are padded with zeros to the rows of a product: 64 of a warpgroup's, which reads shared memory, or
+16 and 32 of each warp's, where keys and values are stored in 8 bits (stored_operands.py). At the
+end of a unit's part of the share its sums are written, and the last of the unit's programs adds
+them up (decode_parts.py). Where that is too much work for one program,
+`decode_sums.combine_kernel` does it afterwards.
 """
 
 from __future__ import annotations
@@ -62,7 +64,18 @@ from anyflex_cuda.packed_steps import (
     shares_place,
 )
 from anyflex_cuda.smem_mailbox import said, say
-from anyflex_cuda.split_tiles import ROWS, load_box, reinterpret
+from anyflex_cuda.split_tiles import layout_of_products, load_box, reinterpret
+from anyflex_cuda.stored_operands import (
+    LEAST_SCALE,
+    LOADING_THREADS,
+    STORED_PRODUCTS,
+    load_step_scales,
+    natural_columns,
+    scale_pointers,
+    stored_products,
+    stored_queries,
+    stored_scores,
+)
 from anyflex_triton.device_functions import (
     Mods,
     RowResults,
@@ -131,11 +144,15 @@ class DecodeRing:
     barriers.
 
     Attributes:
-        k_full, v_full: barriers; a slot is loaded. empty: nobody reads it any more.
+        k_scales, v_scales: scales of keys and values that are stored in 8 bits.
+        k_full, v_full: barriers; a slot is loaded, scales with keys. empty: nobody reads it any
+            more.
     """
 
     k_bufs: Any
     v_bufs: Any
+    k_scales: Any
+    v_scales: Any
     k_full: Any
     v_full: Any
     empty: Any
@@ -145,10 +162,13 @@ class DecodeRing:
 
 @record
 class DecodeLoads:
-    """Descriptors of keys and values: arguments of `decode_kernel`."""
+    """Descriptors of keys and values, and their scales: arguments of `decode_kernel`."""
 
     k_desc: Any
     v_desc: Any
+    k_scale: Any
+    v_scale: Any
+    STORED: Any
     KV_SHARED: Any
     D: Any
     DV: Any
@@ -165,12 +185,16 @@ class DecodeTensors:
     q_strides: Any
     k_strides: Any
     v_strides: Any
+    k_scale: Any
+    v_scale: Any
     GROUP: Any
     KV_SHARED: Any
     DIM: Any
     VALUE_DIM: Any
     D: Any
     DV: Any
+    STORED: Any
+    ROWS: Any
 
 
 @record
@@ -401,11 +425,12 @@ def load_rows(desc, bufs, slot, full, pages, kv_head, first, plan):
 
 @gluon.jit
 def load_step(loads, ring, slot, pages, kv_head, first, plan):
-    mbarrier.expect(ring.k_full.index(slot), plan.BLOCK_N * loads.D * 2)
+    SIZE: gl.constexpr = 2 if loads.STORED == "plain" else 1
+    mbarrier.expect(ring.k_full.index(slot), plan.BLOCK_N * loads.D * SIZE)
     load_rows(
         loads.k_desc, ring.k_bufs, slot, ring.k_full.index(slot), pages, kv_head, first, plan,
     )
-    mbarrier.expect(ring.v_full.index(slot), plan.BLOCK_N * loads.DV * 2)
+    mbarrier.expect(ring.v_full.index(slot), plan.BLOCK_N * loads.DV * SIZE)
     load_rows(
         loads.v_desc, ring.v_bufs, slot, ring.v_full.index(slot), pages, kv_head, first, plan,
     )
@@ -458,6 +483,10 @@ def produce(loads, ring, plan, share, ahead):
                 say(ring.words, slot * WORDS, first)
                 say(ring.words, slot * WORDS + 1, kind)
             load_step(loads, ring, slot, pages, kv_head, keys.first_row + first, plan)
+            if loads.STORED != "plain":
+                load_step_scales(
+                    loads.k_scale, loads.v_scale, ring, slot, unit, first, kind, plan.PAGE,
+                )
             step += 1
         at += part
 
@@ -470,6 +499,7 @@ def query_columns(
 ):
     """Return [ROWS, COLUMNS] of a unit's query rows; 0 in other rows, and from column DIM on."""
     tensors = call.tensors
+    ROWS: gl.constexpr = tensors.ROWS
     strides = tensors.q_strides
     packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     inside, head, row = rows_of_unit(packed, unit, tensors.GROUP)
@@ -486,13 +516,19 @@ def query_columns(
 
 @gluon.jit
 def load_queries(call, unit):
-    """Load a unit's query rows as an operand of warpgroup products."""
+    """Return a unit's query rows: an operand of warpgroup products, or what `stored_queries`
+    returns."""
     D: gl.constexpr = call.tensors.D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    call.q_buf.store(query_columns(call, unit, 0, D, LAYOUT))
-    fence_async_shared()
-    # One barrier here replaces one in each step.
-    _all_threads()
+    q = query_columns(call, unit, 0, D, LAYOUT)
+    if call.tensors.STORED != "plain":
+        return stored_queries(q)
+    else:
+        call.q_buf.store(q)
+        fence_async_shared()
+        # One barrier here replaces one in each step.
+        _all_threads()
+        return call.q_buf
 
 
 @gluon.jit
@@ -510,6 +546,13 @@ def pointed_at(tensor, strides, kv_b, unit, first, plan, DIM: gl.constexpr):
 
 
 @gluon.jit
+def scales_of(scales, unit, keys, end, plan):
+    """Load the scales of a unit's keys before `end`."""
+    at = scale_pointers(scales, unit.keys, unit.kv_head, keys, plan.PAGE)
+    return gl.load(at, mask=keys < end, other=0.0)
+
+
+@gluon.jit
 def write_nonfinite_part(row_max, call, part, place):
     """Compute the sums of a part with non-finite values again: see nonfinite_rows.py.
 
@@ -521,6 +564,8 @@ def write_nonfinite_part(row_max, call, part, place):
     tensors = call.tensors
     mods = call.mods
     plan = call.plan
+    ROWS: gl.constexpr = tensors.ROWS
+    DTYPE: gl.constexpr = tensors.query.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
     )
@@ -554,8 +599,10 @@ def write_nonfinite_part(row_max, call, part, place):
                 for d in range(0, tensors.DIM, PART):
                     q = query_columns(call, unit, d, PART, LEFT)
                     k = load_part(pointed_keys, first, end, d, KEYS, RIGHT, True)
-                    scores = mma_v2(q, k, scores)
+                    scores = mma_v2(q, k.to(gl.float32).to(DTYPE), scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+                if tensors.STORED != "plain":
+                    scores *= gl.expand_dims(scales_of(tensors.k_scale, unit, keys, end, plan), 0)
                 keys = gl.expand_dims(keys, 0)
                 kv_idx = gl.minimum(keys, unit.keys.length - 1) + mods.shifts[3]
                 if mods.SCORE_MOD is not None:
@@ -571,6 +618,10 @@ def write_nonfinite_part(row_max, call, part, place):
                 # Products summed in another order may exceed row_max slightly.
                 weights = gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
                 v = load_part(pointed_values, first, end, first_column, KEYS, RIGHT, False)
+                if tensors.STORED != "plain":
+                    of_values = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, RIGHT))
+                    of_values = scales_of(tensors.v_scale, unit, of_values, end, plan)
+                    v = (v.to(gl.float32) * gl.expand_dims(of_values, 1)).to(DTYPE)
                 finite = gl.where(nonfinite(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
                 acc += seen_nonfinite(scores != float("-inf"), v, LAYOUT, ROWS)
@@ -591,6 +642,7 @@ def write_part(
         is_nonfinite: whether acc is non-finite and has to be computed without 0 * NaN.
     """
     VALUE_DIM: gl.constexpr = call.tensors.VALUE_DIM
+    ROWS: gl.constexpr = call.tensors.ROWS
     rows_a_unit = call.tensors.GROUP * part.unit.rows
     place = gl.program_id(0) * 2 + gl.where(part.first_step == 0, 1, 0)
     place = gl.cast(place, gl.int64) * (call.tensors.GROUP * call.plan.most_rows)
@@ -661,12 +713,11 @@ def consume(call, share):
     DV: gl.constexpr = tensors.DV
     VALUE_DIM: gl.constexpr = tensors.VALUE_DIM
     SCORE_MOD: gl.constexpr = mods.SCORE_MOD
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
-    )
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
-    )
+    STORED: gl.constexpr = tensors.STORED
+    ROWS: gl.constexpr = tensors.ROWS
+    WIDE: gl.constexpr = STORED == "plain"
+    S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_N) if WIDE else STORED_PRODUCTS
+    O_LAYOUT: gl.constexpr = layout_of_products(DV) if WIDE else STORED_PRODUCTS
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OF_OUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     outputs = UnitOutputs(
@@ -697,7 +748,7 @@ def consume(call, share):
         u = b * plan.kv_heads + kv_head
         if call.ADDS:
             found = gl.load(call.counts + u, volatile=True)
-        load_queries(call, unit)
+        queries = load_queries(call, unit)
         if call.ADDS:
             begin_count(call.counts + u, found, call.mark)
         packed = gl.arange(0, ROWS, layout=OF_ROWS)
@@ -706,7 +757,12 @@ def consume(call, share):
         mod_h = gl.expand_dims(head, 1) + mods.shifts[1]
         q_idx = gl.expand_dims(row, 1) + unit.q_shift + mods.shifts[2]
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        if STORED == "plain":
+            row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        else:
+            # Keys are different warps', so they are added up once.
+            row_sum = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
+            top = gl.to_tensor(LEAST_SCALE)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
         acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
         for j in range(i, i + loaded_steps(plan, unit, i, part)):
@@ -718,10 +774,13 @@ def consume(call, share):
             else:
                 first = said(ring.words, slot * WORDS)
                 kind = said(ring.words, slot * WORDS + 1)
-            zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
-            k = ring.k_bufs.index(slot).reshape([BLOCK_N, tensors.D]).permute((1, 0))
-            raw = warpgroup_mma(call.q_buf, k, zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
+            if STORED == "plain":
+                zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
+                k = ring.k_bufs.index(slot).reshape([BLOCK_N, tensors.D]).permute((1, 0))
+                raw = warpgroup_mma(queries, k, zeros, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
+            else:
+                scores = stored_scores(queries, ring, slot, STORED)
             keys = gl.expand_dims(
                 first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0,
             )
@@ -744,20 +803,30 @@ def consume(call, share):
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)
             weights = gl.exp2((scores - gl.expand_dims(shift, 1)) * log_unit)
             alpha = gl.exp2((row_max - shift) * log_unit)
-            row_sum = row_sum * alpha + gl.sum(weights, 1)
             row_max = new_max
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, OF_OUT), 1)
-            halves = gl.convert_layout(
-                weights.to(ring.v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
-            )
-            mbarrier.wait(ring.v_full.index(slot), phase)
-            if plan.sequences is not None and kind < BLOCK_N * 2:
-                zero_rows(ring.v_bufs, slot, kind // 2, BLOCK_N)
-            v = ring.v_bufs.index(slot).reshape([BLOCK_N, DV])
-            acc_later = warpgroup_mma(halves, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
+            if STORED == "plain":
+                row_sum = row_sum * alpha + gl.sum(weights, 1)
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, OF_OUT), 1)
+                halves = gl.convert_layout(
+                    weights.to(ring.v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
+                )
+                mbarrier.wait(ring.v_full.index(slot), phase)
+                if plan.sequences is not None and kind < BLOCK_N * 2:
+                    zero_rows(ring.v_bufs, slot, kind // 2, BLOCK_N)
+                v = ring.v_bufs.index(slot).reshape([BLOCK_N, DV])
+                acc_later = warpgroup_mma(halves, v, acc, is_async=True)
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
+            else:
+                row_sum = row_sum * gl.expand_dims(alpha, 1) + weights
+                mbarrier.wait(ring.v_full.index(slot), phase)
+                acc, top = stored_products(
+                    weights, alpha, acc, top, ring, slot, kind // 2, STORED,
+                )
             mbarrier.arrive(ring.empty.index(slot), count=1)
             step += 1
+        if STORED != "plain":
+            acc = natural_columns(acc * top)
+            row_sum = gl.sum(row_sum, 1)
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=OF_OUT), 1)
         # Non-finite values also reach rows that don't see them: 0 * NaN is NaN.
         zeros = gl.sum(gl.where(rows < tensors.GROUP * unit.rows, acc * 0.0, 0.0), 1)
@@ -798,12 +867,14 @@ def consume(call, share):
 def decode_kernel(
     k_desc, v_desc, query, key, value, partial_out, counts, out, rest, tops, lse, max_scores,
     q_strides, k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, sinks,
-    mark, sequences, batch, kv_heads, q_length, kv_length, unit_steps, most, most_rows, groups,
+    mark, sequences, k_scale, v_scale, batch, kv_heads, q_length, kv_length, unit_steps, most,
+    most_rows, groups,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, PAGE: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
     ALONE: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STORED: gl.constexpr, ROWS: gl.constexpr,
 ):
     """Decoding kernel: each unit's rows, or, without ADDS, the sums of the parts of those units
     that several programs share.
@@ -827,6 +898,7 @@ def decode_kernel(
         batch: number of batch entries, or of sequences.
         most_rows: maximum number of query rows of a head of a unit; sequences with more are left
             to another kernel.
+        k_scale, v_scale: (pointer, strides of page, head and row), where STORED isn't "plain".
         ALONE: whether no other kernel writes the rows of a packed call that are nobody's.
     """
     partial_out += counts_floats(batch * kv_heads)
@@ -837,8 +909,16 @@ def decode_kernel(
         steps = edges + lists_place(batch, gl.num_programs(0)) + batch
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
-    q_buf = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_LAYOUT)
+    q_buf = None
+    k_scales = None
+    v_scales = None
+    LOADERS: gl.constexpr = 0 if STORED == "plain" else LOADING_THREADS
+    if STORED == "plain":
+        Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
+        q_buf = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_LAYOUT)
+    else:
+        k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], WORD)
+        v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], WORD)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
@@ -846,7 +926,7 @@ def decode_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_full.index(s), count=1 + LOADERS)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
@@ -856,16 +936,20 @@ def decode_kernel(
         q_length=q_length, most_rows=most_rows, PLAN=PLAN, PAGE=PAGE, BLOCK_N=BLOCK_N,
     )
     ring = DecodeRing(
-        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, v_full=v_full, empty=empty, words=words,
-        STAGES=STAGES,
+        k_bufs=k_bufs, v_bufs=v_bufs, k_scales=k_scales, v_scales=v_scales, k_full=k_full,
+        v_full=v_full, empty=empty, words=words, STAGES=STAGES,
     )
-    loads = DecodeLoads(k_desc=k_desc, v_desc=v_desc, KV_SHARED=KV_SHARED, D=D, DV=DV)
+    loads = DecodeLoads(
+        k_desc=k_desc, v_desc=v_desc, k_scale=k_scale, v_scale=v_scale, STORED=STORED,
+        KV_SHARED=KV_SHARED, D=D, DV=DV,
+    )
     call = DecodeCall(
         q_buf=q_buf, ring=ring,
         tensors=DecodeTensors(
             query=query, key=key, value=value, partial_out=partial_out, q_strides=q_strides,
-            k_strides=k_strides, v_strides=v_strides, GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM,
-            VALUE_DIM=VALUE_DIM, D=D, DV=DV,
+            k_strides=k_strides, v_strides=v_strides, k_scale=k_scale, v_scale=v_scale,
+            GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM, VALUE_DIM=VALUE_DIM, D=D, DV=DV,
+            STORED=STORED, ROWS=ROWS,
         ),
         partial_sums=partial_sums, counts=counts, out=out, rest=rest,
         results=RowResults(
@@ -881,9 +965,9 @@ def decode_kernel(
     )
     share = share_of_program(plan)
     ahead = gl.to_tensor(0)
-    if PLAN == NONE:
+    if PLAN == NONE and STORED == "plain":
         # The first loads depend on nothing in shared memory, so they are issued before the warps
-        # get their roles.
+        # get their roles. Scales are copied by one warp.
         ahead = load_ahead(loads, ring, plan, share)
     gl.warp_specialize([
         (consume, (call, share)),

@@ -55,6 +55,8 @@ ARGUMENTS = (
               "maximum number of query rows of a head of a unit; of a dense call L"),
     Arguments(("ALONE",), None,
               "whether no other kernel writes the rows of a packed call that are nobody's"),
+    Arguments(("STORED",), None, "`Spec.kv_storage`"),
+    Arguments(("ROWS",), None, "rows of a tile of a unit's query rows"),
     Arguments(("ADDS",), None, "whether the kernel also adds up the parts of units"),
     # Tiles and warps
     Arguments(("STAGES",), None, "pipeline stages: steps whose tiles are in shared memory"),

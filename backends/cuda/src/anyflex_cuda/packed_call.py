@@ -83,8 +83,6 @@ class PackedCalls:
         return self._made.kept(call, facts, lambda: self._new_route(call, packed))
 
     def _new_route(self, call: Call, packed: PackedRows) -> Route:
-        if call.k_scale is not None:
-            return Route("keys and values in 8 bits")
         refused = self._decode.refusal(call)
         if packed.max_q <= self._short_rows:
             if refused is not None:

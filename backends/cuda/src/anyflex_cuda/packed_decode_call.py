@@ -41,7 +41,8 @@ from anyflex_triton.building import (
     layout_of,
     mask_rows,
     output_values,
-    sequences_of,
+    packed_values,
+    padded,
     wanted_outputs,
 )
 
@@ -49,6 +50,8 @@ __all__ = ["PackedDecode", "short_rows"]
 
 _TILE_ROWS = 64
 """Query rows of a decoding tile: those of all heads that share a key head."""
+_STORED_ROWS = 32
+"""Query rows of a tile of keys stored in 8 bits: 64 run out of registers."""
 _PAGE_MULTIPLE = 16
 """Rows that a page's size is a multiple of: those that are loaded at a time where it isn't one of
 64."""
@@ -64,7 +67,11 @@ _KEPT = 256
 def short_rows(spec: Spec) -> int:
     """Return the most query rows of a sequence that is decoded: a tile holds those of all heads
     that share a key head."""
-    return max(_TILE_ROWS // spec.gqa_ratio, 1)
+    return max(_most_tile_rows(spec) // spec.gqa_ratio, 1)
+
+
+def _most_tile_rows(spec: Spec) -> int:
+    return _TILE_ROWS if spec.kv_storage == "plain" else _STORED_ROWS
 
 
 class PackedDecode:
@@ -122,6 +129,15 @@ class PackedDecode:
             {"most": most, "most_rows": most_rows, "batch": sequences},
         )
 
+    def _tile_rows(self, fit: DecodeFit) -> int:
+        """Return the rows of a tile: the fewest that hold a unit's, where that saves registers and
+        instructions."""
+        spec, most_rows = self._made.spec, fit.fixed["most_rows"]
+        if spec.kv_storage == "plain":
+            return _TILE_ROWS
+        assert isinstance(most_rows, int)
+        return padded(most_rows * spec.gqa_ratio)
+
     def launch(self, fit: DecodeFit, call: Call, out: Outputs, alone: bool) -> None:
         """Launch decoding on the current stream: for a step's first layer the kernels that find
         its shares, then the main kernel, then the kernel that adds up parts unless the main one
@@ -143,14 +159,14 @@ class PackedDecode:
         values.update(fit.fixed)
         values["query"], values["key"], values["value"] = call.query, call.key, call.value
         values["partial_out"] = values["counts"] = out.workspace[0]
-        values["sequences"] = sequences_of(call, _rows_of(call), _BLOCK)
+        values.update(packed_values(call, _rows_of(call), _BLOCK))
         values["edges"] = self._edges(fit, call, values)
         key = (
             call.query.device, call.key.shape[:3], call.key.stride(), call.value.stride(),
             call.query.stride()[1:], o_layout, mods.key, *wanted.values(), fit.plan, fit.programs,
             fit.adds, fit.at_once,
             # Parts that are added up later have a program for each row.
-            alone, None if fit.adds else fit.rows,
+            alone, self._tile_rows(fit), None if fit.adds else fit.rows,
         )  # fmt: skip
         parts = self._kept.get(key)
         if parts is None:
@@ -168,13 +184,14 @@ class PackedDecode:
         alone: bool,
     ) -> list[FixedLaunch]:
         made, portable, tiles = self._made, self._portable, self._tiles
-        size = made.spec.dtype.itemsize
         boxes = boxes_for(made.spec, tiles)
         key, value, query = call.key, call.value, call.query
         fixed: dict[str, object] = {
-            "k_desc": boxes_of(key.shape, key.stride(), size, boxes["k_desc"]),
-            "v_desc": boxes_of(value.shape, value.stride(), size, boxes["v_desc"]),
-            "q_strides": layout_like(query.shape, query.stride(), size, BYTES).strides[:3],
+            "k_desc": boxes_of(key.shape, key.stride(), key.element_size(), boxes["k_desc"]),
+            "v_desc": boxes_of(value.shape, value.stride(), key.element_size(), boxes["v_desc"]),
+            "q_strides": layout_like(
+                query.shape, query.stride(), query.element_size(), BYTES
+            ).strides[:3],
             "k_strides": key.stride()[:3],
             "v_strides": value.stride()[:3],
             "o_strides": o_layout.strides,
@@ -184,8 +201,9 @@ class PackedDecode:
             "mark": MARK,
         }
         program = decode_program(
-            made, tiles, fit.plan, mods, fit.adds, o_layout.unit, wanted, alone
-        )
+            made, tiles, fit.plan, mods, fit.adds, o_layout.unit, wanted, alone,
+            self._tile_rows(fit),
+        )  # fmt: skip
         found = [FixedLaunch(program, fit.programs, fixed, DESCRIBED)]
         if not fit.adds:
             by_edges = fit._replace(plan=decode_steps.EACH.value)
@@ -249,10 +267,9 @@ def _rows_of(call: Call) -> PackedRows:
 
 def _refused_spec(spec: Spec) -> str | None:
     """Return why no packed call of a spec takes Hopper's decoding, or None."""
-    if spec.gqa_ratio > _TILE_ROWS:
-        return f"{spec.gqa_ratio} query heads share a key head, and a tile has {_TILE_ROWS} rows"
+    rows = _most_tile_rows(spec)
+    if spec.gqa_ratio > rows:
+        return f"{spec.gqa_ratio} query heads share a key head, and a tile has {rows} rows"
     if spec.page_size % _PAGE_MULTIPLE:
         return f"pages of {spec.page_size} rows, which aren't a multiple of {_PAGE_MULTIPLE}"
-    if spec.kv_storage != "plain":
-        return f"keys and values stored as {spec.kv_storage}"
     return refused_decode_spec(spec)

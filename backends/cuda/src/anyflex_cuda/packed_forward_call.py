@@ -31,7 +31,7 @@ from anyflex_triton.building import (
     call_sizes,
     mask_rows,
     output_values,
-    sequences_of,
+    packed_values,
     wanted_outputs,
 )
 
@@ -145,7 +145,7 @@ class PackedForward:
             **tensors,
             **call_sizes(call),
             "counter": result if counter is None else counter,
-            "sequences": sequences_of(call, packed, self._tiles.block_m),
+            **packed_values(call, packed, self._tiles.block_m),
             "tiles": 0,
             "head_group": made.head_group(call.query.shape[1], packed.max_kv),
         }

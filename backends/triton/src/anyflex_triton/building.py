@@ -10,7 +10,7 @@ One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for
 Launches               `Launch`, `FixedLaunch`, `launch_all`; `compile_missing` and
                        `compile_with_next`
 Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
-Packed sequences       `sequences_of`, an argument of kernels
+Packed sequences       `packed_values`, arguments of kernels; `STORED_TYPES`
 Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
 Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`
 =====================  ============================================================================
@@ -43,10 +43,11 @@ from anyflex_triton.backward_call import (
 )
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
-from anyflex_triton.forward_call import NeededNext, compile_with_next, sequences_of
+from anyflex_triton.forward_call import NeededNext, compile_with_next, packed_values
 from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.kernel_arguments import GIVEN, Arguments, types_of
 from anyflex_triton.kernel_signatures import (
+    STORED_TYPES,
     KernelInputs,
     Mods,
     Programs,
@@ -74,6 +75,7 @@ __all__ = [
     "BYTES",
     "GIVEN",
     "IMPORTED_OPERATIONS",
+    "STORED_TYPES",
     "Arguments",
     "Boxes",
     "CompiledFiles",
@@ -110,10 +112,10 @@ __all__ = [
     "mask_scores_source",
     "or_else",
     "output_values",
+    "packed_values",
     "padded",
     "pointer_type",
     "row_values_launch",
-    "sequences_of",
     "source_for",
     "split_arguments",
     "sums_launch",

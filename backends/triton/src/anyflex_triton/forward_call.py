@@ -42,7 +42,7 @@ __all__ = [
     "launch_decode",
     "launch_prefill",
     "packed_heads",
-    "sequences_of",
+    "packed_values",
     "splits_of",
 ]
 

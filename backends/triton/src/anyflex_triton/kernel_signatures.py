@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles
 
 __all__ = [
+    "STORED_TYPES",
     "KernelInputs",
     "MaskRows",
     "Mods",
@@ -101,7 +102,7 @@ _STRIDES = {
     "rest": "r_strides", "dout": "do_strides", "dq": "dq_strides", "dk": "dk_strides",
     "dv": "dv_strides",
 }  # fmt: skip
-_STORED = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+STORED_TYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 """Types of key and value by `Spec.kv_storage`."""
 _KEYS = 3
 """Index of kv_idx among `direct_reads`' arguments."""
@@ -661,7 +662,7 @@ def _described_types(spec: Spec) -> dict[str, Types]:
     types = types_of(ARGUMENTS)
     types = {name: pointer if type_ == ELEMENTS else type_ for name, type_ in types.items()}
     if spec.kv_storage != "plain":
-        stored = pointer_type(_STORED[spec.kv_storage])
+        stored = pointer_type(STORED_TYPES[spec.kv_storage])
         types |= dict.fromkeys(("key", "value", "key_rows", "value_rows"), stored)
     return types
 
