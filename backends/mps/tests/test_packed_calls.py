@@ -123,7 +123,7 @@ def test_numbers_that_break_their_bounds_lead_nowhere(
 
     for number in (LARGE, SMALL, -1):
         for field in ("kv_lengths", "kv_offsets", "page_table", "table_rows", "q_offsets"):
-            changed = packed._replace(**{field: broken(getattr(packed, field), number)})
+            changed = replace(packed, **{field: broken(getattr(packed, field), number)})
             object.__setattr__(call, "packed", changed)
             kernel.forward(call, out)
 
@@ -153,7 +153,7 @@ def test_a_bound_of_keys_beyond_the_kernels_integers_is_refused(
     CALLS["paged decoding"].results()
     kernel, call, out = ran[0]
     assert call.packed is not None
-    call.packed = call.packed._replace(max_kv=LONGEST + 1)
+    call.packed = replace(call.packed, max_kv=LONGEST + 1)
     with pytest.raises(BackendRefused, match=f"the number of keys is {LONGEST + 1}, and"):
         kernel.forward(call, out)
 
