@@ -7,6 +7,7 @@ NaN and infinity; ids of pages past a length are garbage.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import random
@@ -47,6 +48,8 @@ from anyflex_triton.building import Program
 
 SIMULATED = packed_steps.share_kernel, packed_tile_list.tile_kernel
 """Kernels in plain Triton that run where its interpreter may not be on."""
+# No public name leads there: users can't ask for a device's structures on a CPU.
+row_blocks = importlib.import_module("anyflex.packed.row_blocks")
 
 
 @dataclass(frozen=True)
@@ -392,8 +395,55 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
         np.testing.assert_allclose(found.numpy(), right.numpy(), atol=3e-3, rtol=3e-3)
 
 
+def check_broken_bounds(offsets: list[int], keys: list[int]) -> None:
+    """Check that steps of numbers on a device that break their bounds stay in their sequence's
+    list, and have keys of its own alone."""
+    count, bounds = len(keys), (int(max(np.diff(offsets))), 300)
+    sizes = torch.tensor([offsets, [*keys, 0]], dtype=torch.int32)
+    table = torch.zeros(count, 5, dtype=torch.int32)
+    sound = anyflex.Packed(
+        torch.arange(count + 1, dtype=torch.int32), torch.zeros_like(sizes[1, :-1]),
+        page_table=table, max_q=bounds[0], max_kv=bounds[1],
+    )  # fmt: skip
+    sound.q_offsets.copy_(sizes[0])
+    sound.kv_lengths.copy_(sizes[1, :-1])
+    rows = max(offsets)
+    blocks = row_blocks.static_row_blocks(sound, rows)
+    tiles, most = blocks.shape[0], 5
+    # Behind the mask's last row of blocks stand runs of far more steps than a list has room for.
+    begins = torch.arange(tiles + 1 + 200, dtype=torch.int32) * 3
+    runs = torch.tensor([[0, 3, 1], [3, 9, 2], [9, 40, 2]] * len(begins), dtype=torch.int32)
+    runs[3 * tiles :, :2] = torch.tensor([0, 4000])
+    edges = torch.full((count + 3 + count * (1 + most * 2) + 10**5,), -7, dtype=torch.int32)
+    given = (
+        blocks, sound.q_offsets, sound.q_starts, sound.kv_lengths, sound.slots, sound.slots, table,
+        sound.slots, count, 1, bounds[1], 1, 5, count, 0, bounds[0],
+    )  # fmt: skip
+    packed_steps.list_kernel[(count,)](
+        begins, begins[1:], runs, (0, 0), given, edges, rows, tiles, 1, most, 0, 64, 128, 64
+    )
+    listed = edges[count + 3 :]
+    counts, steps = listed[:count], listed[count : count * (1 + most * 2)].view(count, most, 2)
+    assert (edges[: count + 3] == -7).all() and (listed[count * (1 + most * 2) :] == -7).all()
+    for found, each, length in zip(counts.tolist(), steps.tolist(), keys, strict=True):
+        assert 0 <= found <= most
+        for key, size in each[:found]:
+            assert size == 0 or 0 <= key < key + size // 2 <= min(length, 300)
+        assert all(step == [-7, -7] for step in each[found:])
+
+
+BROKEN = [
+    ([0, *[1000, 0] * 10, 1], [300] * 21),  # falling: the sum of lengths exceeds the rows
+    ([0, 1, 2, 3, 4], [300, 5000, -3, 2**31 - 1]),
+    ([7, 3, 4, 90, 91], [17, 300, 0, 64]),
+]
+
+
 def main() -> int:
     hasten()
+    for broken in BROKEN:
+        check_broken_bounds(*broken)
+    print("broken bounds: right", flush=True)
     with isolated(), posing("cuda"):
         register("cuda.python", InPython)
         for case in [*CASES, *map(drawn, range(30))] if SOAK else [*CASES[1::4], drawn(0)]:

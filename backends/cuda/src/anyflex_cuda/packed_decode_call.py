@@ -160,6 +160,7 @@ class PackedDecode:
         values["query"], values["key"], values["value"] = call.query, call.key, call.value
         values["partial_out"] = values["counts"] = out.workspace[0]
         values.update(packed_values(call, _rows_of(call), _BLOCK))
+        values["tiles"] = _rows_of(call).blocks.shape[0]
         values["edges"] = self._edges(fit, call, values)
         key = (
             call.query.device, call.key.shape[:3], call.key.stride(), call.value.stride(),

@@ -40,8 +40,6 @@ SHARE_WORDS = tl.constexpr(4)
 that aligns the next share."""
 _LANES = tl.constexpr(256)
 """Sequences, or programs, that `share_kernel` looks at together."""
-_ROW_BLOCK = tl.constexpr(128)
-"""Query rows of a block of a mask."""
 _LEAST_STEPS = tl.constexpr(2)
 """Minimum number of steps of a share, on average. A shorter one costs more in combining parts than
 it saves."""
@@ -235,8 +233,8 @@ def share_kernel(
 
 @triton.jit
 def list_kernel(
-    offsets, ends, runs, mask_strides, sequences, edges, q_length, most_rows, most, programs,
-    PAGE: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    offsets, ends, runs, mask_strides, sequences, edges, q_length, tiles, most_rows, most,
+    programs, PAGE: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Kernel that lists the steps of packed sequences under a mask, one program per sequence.
 
@@ -245,6 +243,7 @@ def list_kernel(
             of sequences, one after the other.
         edges: int32; from `lists_place` on: number of steps of each sequence, then steps [N, most,
             2] as `decode_steps.steps_kernel` writes them.
+        tiles: number of rows of blocks.
         most_rows: as in `steps_of_sequences`. programs: as in `share_kernel`.
     """
     s = tl.program_id(0)
@@ -254,15 +253,16 @@ def list_kernel(
     if (rows == 0) | (rows > most_rows):
         tl.store(counts + s, 0)
         return
-    lanes = tl.arange(0, 256)
-    row = 0
-    for first in range(0, s, 256):
-        # Rows of blocks follow from lengths as their bounds cut them.
-        before = first + lanes
-        others = rows_of_sequence(sequences, tl.minimum(before, count - 1), q_length)[1]
-        blocks = (tl.minimum(others, sequences[15]) + _ROW_BLOCK - 1) // _ROW_BLOCK
-        row += tl.sum(tl.where(before < s, blocks, 0), 0)
-    run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row)
+    # The sequence's one row of blocks is looked up, so that no number on the device leads behind
+    # the mask's last one.
+    blocks, lanes, row = sequences[0], tl.arange(0, 256), -1
+    for first in range(0, tiles, 256):
+        at = first + lanes
+        owner = tl.load(blocks + at * 2, mask=at < tiles, other=-1)
+        row = tl.maximum(row, tl.max(tl.where(owner == s, at, -1), 0))
+    run, last_run = 0, 0
+    if row >= 0:
+        run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row)
     length = key_places(sequences, s, PAGE).length
     base = counts + count + s.to(tl.int64) * most * 2
     done = list_runs(runs, run, last_run, length, base, KV_BLOCK, BLOCK_N)
