@@ -13,7 +13,7 @@ from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.runs import pack, runs_of_grid
 from anyflex.mask_structure.static_runs import runs_of_kinds
 from anyflex.packed.own_layout import _rows, _views
-from anyflex.packed.row_blocks import row_blocks, static_row_blocks
+from anyflex.packed.row_blocks import row_blocks, static_offsets, static_row_blocks
 from anyflex.tracing.trace import trace_mod
 
 __all__: list[str] = []
@@ -55,19 +55,47 @@ def test_rows_of_blocks_are_found_on_the_device(lengths: list[int], spare: int) 
     packed = anyflex.Packed(offsets)
     rows = sum(lengths) + spare
     wanted = [(i, tile) for i, n in enumerate([*lengths, spare]) for tile in range(-(-n // 128))]
-    assert row_blocks(packed, rows).tolist() == [list(pair) for pair in wanted]
-    static = static_row_blocks(packed, rows)
-    assert static.dtype is torch.int32
-    assert static[: len(wanted)].tolist() == [list(pair) for pair in wanted]
-    assert (static[len(wanted) :] == -1).all()
-    assert len(static) == min(rows, (rows + 127 * (len(lengths) + 1)) // 128)
+    assert row_blocks(packed, offsets, rows).tolist() == [list(pair) for pair in wanted]
+    static = static_row_blocks(packed, offsets, rows)
+    assert static.dtype is torch.int32 and static.is_contiguous()
+    there = [pair for pair in static.tolist() if has_rows(*pair, [*lengths, spare])]
+    assert there == [list(pair) for pair in wanted]
+    assert len(static) <= len(lengths) + 1 + (rows + 127) // 128
 
 
-def test_numbers_beyond_the_bounds_are_cut_off() -> None:
-    packed = anyflex.Packed(int32(0, 100, 400), max_q=300)
-    packed.q_offsets.copy_(int32(0, 1000, 999))
-    table = static_row_blocks(packed, 400)
-    assert (table[:, 0] <= 2).all() and (table[:, 1] < 3).all()
+def has_rows(sequence: int, number: int, lengths: list[int]) -> bool:
+    return sequence >= 0 and number * 128 < lengths[sequence]
+
+
+@pytest.mark.parametrize("most", [60, 128, 300])
+@pytest.mark.parametrize("spare", [0, 3, 400])
+def test_rows_of_blocks_need_no_search_where_each_sequence_has_one(most: int, spare: int) -> None:
+    lengths = [most, 0, 1, most // 2, 0, most]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    rows = sum(lengths) + spare
+    static = static_row_blocks(anyflex.Packed(offsets), offsets, rows).tolist()
+    wanted = [[i, tile] for i, n in enumerate([*lengths, spare]) for tile in range(-(-n // 128))]
+    assert [pair for pair in static if has_rows(*pair, [*lengths, spare])] == wanted
+    # Lists of steps, and ranges of heads, go on from sequence to sequence.
+    assert [pair for pair in static if pair[0] >= 0] == sorted(p for p in static if p[0] >= 0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [(0, 1000, 999), (0, 101, 202), (1, 50, 100), (0, -5, 20), (0, 2**31 - 1, -1), (7, 7, 7)],
+)
+def test_a_batch_whose_numbers_break_its_bounds_has_padding_rows_alone(
+    broken: tuple[int, ...],
+) -> None:
+    packed = anyflex.Packed(int32(0, 100, 200), max_q=100)
+    assert static_offsets(packed).tolist() == [0, 100, 200]
+    packed.q_offsets.copy_(int32(0, 0, 37))
+    assert static_offsets(packed).tolist() == [0, 0, 37]
+    packed.q_offsets.copy_(int32(*broken))
+    offsets = static_offsets(packed)
+    assert offsets.tolist() == [0, 0, 0] and offsets.dtype is torch.int32
+    table = static_row_blocks(packed, offsets, 300).tolist()
+    assert [pair for pair in table if has_rows(*pair, [0, 0, 300])] == [[2, 0], [2, 1], [2, 2]]
 
 
 def batch(device: str) -> anyflex.Packed:
@@ -99,7 +127,7 @@ def test_blocks_are_visited_where_the_mask_is_live() -> None:
     views = views_on("cpu")
     packed = batch("cpu")
     kinds = views.kind_rows(0, views.q_blocks)[0]
-    for row, (sequence, tile) in enumerate(row_blocks(packed, 440).tolist()):
+    for row, (sequence, tile) in enumerate(row_blocks(packed, packed.q_offsets, 440).tolist()):
         if sequence == 3:
             assert not kinds[:, row].any()
             continue

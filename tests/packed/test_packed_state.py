@@ -41,6 +41,31 @@ def test_a_step_follows_numbers_that_were_written_since_the_last() -> None:
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "told"),
+    [
+        ("q_offsets", (0, 3, 4), "max_q = 2, and a sequence has 3"),
+        ("q_offsets", (0, 2, 1), "q_offsets must start with 0 and not fall"),
+        ("kv_lengths", (7, 25), "max_kv = 24, and a sequence has 25"),
+        ("kv_lengths", (-1, 7), "kv_lengths must be at least 0"),
+        ("slots", (1, 1), "slots must differ, got 1 twice"),
+        ("slots", (0, 2), "page_table must have a row for each slot, got 2 rows and slot 2"),
+    ],
+)
+def test_numbers_beyond_the_bounds_are_refused_by_the_next_step(
+    name: str, numbers: tuple[int, ...], told: str
+) -> None:
+    batch = anyflex.Packed(
+        int32(0, 2, 3), int32(7, 9), page_table=TABLE.expand(2, 6), slots=int32(1, 0), max_q=2,
+        max_kv=24,
+    )  # fmt: skip
+    batch.begin()
+    batch.begin()
+    getattr(batch, name).copy_(int32(*numbers))
+    with pytest.raises(anyflex.ArgumentError, match=told):
+        batch.begin()
+
+
 def test_a_mask_mod_that_no_graph_holds_runs_on_the_reference() -> None:
     def far(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.special.bessel_j0((q_idx - kv_idx).float()) > 0.1

@@ -408,7 +408,7 @@ def check_broken_bounds(offsets: list[int], keys: list[int]) -> None:
     sound.q_offsets.copy_(sizes[0])
     sound.kv_lengths.copy_(sizes[1, :-1])
     rows = max(offsets)
-    blocks = row_blocks.static_row_blocks(sound, rows)
+    blocks = row_blocks.static_row_blocks(sound, sound.q_offsets, rows)
     tiles, most = blocks.shape[0], 5
     # Behind the mask's last row of blocks stand runs of far more steps than a list has room for.
     begins = torch.arange(tiles + 1 + 200, dtype=torch.int32) * 3

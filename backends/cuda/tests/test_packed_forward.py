@@ -168,8 +168,9 @@ def of_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Core makes structures as on a device, where bounds alone are known, and short sequences
     aren't decoded."""
     # No public name leads there: users can't ask for it on a CPU.
-    made = importlib.import_module("anyflex.packed.row_blocks").static_row_blocks
-    monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", made)
+    made = importlib.import_module("anyflex.packed.row_blocks")
+    monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", made.static_row_blocks)
+    monkeypatch.setattr("anyflex.packed.own_layout.offsets_within", made.static_offsets)
     monkeypatch.setattr(PackedDecode, "refusal", lambda decode, call: "forward is tested alone")
     yield
 

@@ -83,8 +83,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Core makes structures as on a device, where bounds alone are known."""
     # No public name leads there: users can't ask for it on a CPU.
-    of_devices = importlib.import_module("anyflex.packed.row_blocks").static_row_blocks
-    monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", of_devices)
+    made = importlib.import_module("anyflex.packed.row_blocks")
+    monkeypatch.setattr("anyflex.packed.own_layout.row_blocks", made.static_row_blocks)
+    monkeypatch.setattr("anyflex.packed.own_layout.offsets_within", made.static_offsets)
 
 
 def offsets(lengths: list[int]) -> Tensor:
@@ -198,6 +199,24 @@ def test_packed_keys(name: str, gpu: list[str]) -> None:
 def test_few_rows_are_decoded(name: str, gpu: list[str]) -> None:
     packed_keys(MODS[name], FEW)
     assert gpu == ["decode"]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("most", [2, 150])
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_a_batch_that_breaks_its_bounds_has_dead_rows(name: str, most: int) -> None:
+    """No bits of earlier results are left in them: outputs are NaN before."""
+    q, k, v = drawn(400, 2, 16, seed=1), drawn(9, 1, 16, seed=2), drawn(9, 1, 16, seed=3)
+    sound = int32([0, most, most + 1])
+    for broken in ([0, most + 1, most + 2], [0, 390, 20], [1, 2, 3]):
+        batch = anyflex.Packed(sound.clone(), kv_offsets=int32([0, 4, 9]), max_q=most)
+        step = batch.begin()
+        batch.q_offsets.copy_(int32(broken))
+        out, aux = anyflex.flex_attention_packed(
+            q, k, v, step, *MODS[name], enable_gqa=True, return_aux=BOTH, backend="cuda.mine"
+        )
+        assert (out == 0).all() and (aux.lse == -torch.inf).all()
+        assert (aux.max_scores == -torch.inf).all()
 
 
 def test_packed_keys_whose_numbers_the_host_knows(gpu: list[str]) -> None:

@@ -36,13 +36,14 @@ class PackedRows(DerivedForms):
             ``page_table[row, p // page_size]``, row being ``table_rows[i]``, or i where that is
             None. Entries past a length mean nothing. On a CPU others are inside of the pool.
         table_rows: [N] or None.
-        max_q, max_kv: no sequence has more query rows, or keys.
+        max_q, max_kv: no sequence has more query rows; of more keys, which a device's kv_lengths
+            may have, the first max_kv are read.
         lowest, highest: no index that mods see is below or above; None where the host doesn't
             know.
         blocks: [n, 2], sequence and number in it of each block of 128 query rows: sequence after
             sequence, ``ceil(rows / 128)`` of each, then sequence N, the rows from
-            ``q_offsets[N]`` on; -1 in rows that the bounds leave over. Query rows beyond a
-            sequence's max_q are in none, and their results are undefined.
+            ``q_offsets[N]`` on. Elsewhere than on a CPU there may also be blocks of a sequence
+            behind its last row, and -1 in rows that the bounds leave over.
     """
 
     q_offsets: Tensor

@@ -62,7 +62,7 @@ def attend(
     step = _step(tensors[:5], (max_q, max_kv, request.paged, known))
     if len(captured) > of_score:
         # A program may write other numbers into memory that the mask mod read before.
-        step = step.packed.begin()
+        step = Step(step.packed)
     if query.device.type == "cpu":
         # There were no numbers to look at when the program was recorded.
         held = key.shape if request.paged else _as_rows(key).shape

@@ -25,7 +25,7 @@ from anyflex.mod_graph.simplify import simplify
 from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
 from anyflex.packed.rebuilt_score_mod import RebuiltScoreMod
-from anyflex.packed.row_blocks import BLOCK, row_blocks
+from anyflex.packed.row_blocks import BLOCK, offsets_within, row_blocks
 from anyflex.registry.cached_state import STATE
 from anyflex.registry.environment import check_indices
 from anyflex.registry.forced_backends import names_in_force
@@ -234,8 +234,9 @@ def _rows(packed: Packed, length: int) -> PackedRows:
         ends = packed.q_starts + packed.q_offsets.diff()
         numbers = torch.stack([packed.q_starts, packed.slots, ends, packed.kv_lengths])
         lowest, highest = min(int(numbers.min()), 0), int(numbers.max())
+    q_offsets = offsets_within(packed)
     return PackedRows(
-        packed.q_offsets.contiguous(),
+        q_offsets,
         packed.q_starts.contiguous(),
         packed.kv_lengths.contiguous(),
         packed.slots.contiguous(),
@@ -246,7 +247,7 @@ def _rows(packed: Packed, length: int) -> PackedRows:
         max_kv,
         lowest,
         highest,
-        row_blocks(packed, length),
+        row_blocks(packed, q_offsets, length),
     )
 
 
@@ -265,9 +266,8 @@ def _views(rows: PackedRows, mask: TracedMod, heads: int) -> MaskViews:
     padding rows, and spare ones, without runs."""
     sequence, block = rows.blocks.unbind(1)
     owner = sequence.clamp(0, rows.slots.shape[0] - 1)
-    lengths = rows.q_offsets.diff().clamp(max=rows.max_q)
     keys = rows.kv_lengths.clamp(max=rows.max_kv)
-    numbers = torch.stack([lengths, rows.q_starts, keys, rows.slots])[:, owner]
+    numbers = torch.stack([rows.q_offsets.diff(), rows.q_starts, keys, rows.slots])[:, owner]
     q_length, start, kv_length, slot = numbers.unbind(0)
     first = block * BLOCK
     columns = max(-(-rows.max_kv // BLOCK), 1)

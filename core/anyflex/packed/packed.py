@@ -49,7 +49,7 @@ class Packed:
 
     Tensors are used where they are and not copied: on an accelerator nothing reads them on the
     host, and who writes new values of the same bounds into them, as a captured graph's owner
-    does, calls `begin` again.
+    does, calls `begin` again, which says what becomes of numbers beyond the bounds.
 
     Args:
         q_offsets: int32 [N + 1], not falling, from 0; on the device of the call.
@@ -131,6 +131,7 @@ class Packed:
             check_values(q_offsets, self.kv_offsets, self.kv_lengths, page_table, slots)
         self.max_q = bound_of("max_q", max_q, q_offsets.diff())
         self.max_kv = bound_of("max_kv", max_kv, self.kv_lengths)
+        self._begun = False
 
     @classmethod
     def with_capacity(
@@ -242,9 +243,30 @@ class Packed:
         self.outdate_steps()
 
     def begin(self) -> Step:
-        """Return the step of one forward pass, which keeps what its layers share."""
+        """Return the step of one forward pass, which keeps what its layers share.
+
+        Raises:
+            ArgumentError: on a CPU, from the second step on: numbers that were written since are
+                wrong, or exceed max_q or max_kv. Elsewhere nothing waits for them: if q_offsets
+                are wrong or a sequence has more than max_q rows, all rows are padding rows, and
+                no more than max_kv keys are read.
+        """
         self._derive()
+        if self.device.type == "cpu" and not in_graph():
+            if self._begun:
+                self._check_written()
+            self._begun = True
         return Step(self)
+
+    def _check_written(self) -> None:
+        """Check numbers that the batch's owner may have written since the last step."""
+        if self.known is not None or self._staged is not None:  # our own code writes them
+            return
+        check_values(
+            self.q_offsets, self.kv_offsets, self.kv_lengths, self.page_table, self.table_rows
+        )
+        bound_of("max_q", self.max_q, self.q_offsets.diff())
+        bound_of("max_kv", self.max_kv, self.kv_lengths)
 
     def outdate_steps(self) -> None:
         """Make the steps that began before refuse to be used."""
