@@ -152,6 +152,19 @@ def test_a_head_dim_of_nothing() -> None:
         anyflex.flex_attention_packed(nothing, nothing, nothing, packed(8).begin())
 
 
+def test_a_call_that_core_relabels_is_refused_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, launched = packed(8).begin(), []
+    monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+    monkeypatch.setattr("anyflex.packed.core_layout.flex_attention", launched.append)
+    monkeypatch.setattr("anyflex.packed.core_layout.row_tables", launched.append)
+    learning = ROWS.clone().requires_grad_()
+    with pytest.raises(anyflex.GraphCaptureError, match="no backend takes this call's packed"):
+        anyflex.flex_attention_packed(learning, ROWS, ROWS, step, mask_mod=CAUSAL)
+    assert launched == []
+
+
 def test_steps_of_a_cache_end_for_every_function() -> None:
     cache = anyflex.PagedKVCache(1, 6, 4, kv_heads=2, head_dim=16, slots=2)
     slot = cache.open()

@@ -83,7 +83,8 @@ def flex_attention_packed(
             asked for through pages.
         ModIndexError: a page id outside of the pool, on a CPU and where ANYFLEX_CHECK_INDICES is
             set; elsewhere it is clamped into the pool.
-        GraphCaptureError: the step was begun on the other side of a capture's border.
+        GraphCaptureError: the step was begun on the other side of a capture's border, or a device
+            graph is being captured and no backend takes the call as it is.
         ModTraceError, PluginError, AllocationError: as `flex_attention` raises them.
 
     Source: page tables: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.

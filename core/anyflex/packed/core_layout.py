@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.create import create_block_mask
-from anyflex.errors import ModTraceError
+from anyflex.errors import GraphCaptureError, ModTraceError
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 from anyflex.packed.packed import Step
@@ -20,6 +20,7 @@ from anyflex.packed.row_tables import (
     relabelled_score,
     row_tables,
 )
+from anyflex.runtime.kernel_cache import is_capturing
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.tensor_facts import q_class
@@ -56,8 +57,16 @@ def in_core_layout(
 
     Raises:
         BackendRefused: batch invariance is asked for, which a dense call of all rows hasn't.
+        GraphCaptureError: a device graph is being captured.
     """
     packed = step.packed
+    if not in_graph() and is_capturing(packed.device.type):
+        raise GraphCaptureError(
+            "flex_attention_packed: a device graph is being captured, and no backend takes this "
+            "call's packed sequences as they are: the blocks of a dense call's mask would be "
+            "found on the host. Capture calls without gradients, outside of autocast, on a "
+            "backend that declares packed sequences, or leave this call out of the graph."
+        )
     if batch_invariant and 0 not in (packed.sequences, *key.shape):
         fail(
             "BackendRefused",
