@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,19 @@ from torch._dynamo import compiled_autograd
 import anyflex
 from anyflex import AuxRequest
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused
-from anyflex.plugin import Call, GradInputs, Grads, Kernel, Saved, isolated, register
+from anyflex.plugin import (
+    Accepted,
+    Call,
+    Decision,
+    GradInputs,
+    Grads,
+    Kernel,
+    Rejected,
+    Saved,
+    Spec,
+    isolated,
+    register,
+)
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.runtime import launch
 
@@ -266,6 +278,62 @@ def test_explain_says_who_applies_the_sinks(backend: str) -> None:
     assert found.sinks_by == told.sinks_by
     plain = anyflex.explain(*tensors, enable_gqa=True, backend=backend)
     assert plain.sinks_by == "" and "sinks" not in str(plain)
+
+
+class InferenceOnly(ReferenceBackend):
+    """The reference, with sinks and without any gradient."""
+
+    priority = 1000
+    calls: ClassVar[list[tuple[bool, bool]]] = []
+    """For each compiled spec whether it has sinks, and whether it needs gradients."""
+
+    def supports(self, spec: Spec) -> Decision:
+        return Rejected("gradients") if spec.gradients else Accepted()
+
+    def compile(self, spec: Spec, artifacts: object) -> Kernel:
+        self.calls.append((spec.sinks, bool(spec.gradients)))
+        return super().compile(spec, artifacts)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_backend_without_gradients_applies_the_sinks_of_calls_that_need_none(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InferenceOnly, "calls", [])
+    q, k, v, sinks = (t.detach() for t in inputs())
+    with isolated():
+        register("cpu.inference", InferenceOnly)
+        if packed:
+            ends = torch.tensor([[0, 21], [0, 33]], dtype=torch.int32)
+            batch = anyflex.Packed(ends[0], kv_offsets=ends[1])
+            rows = (each[0].transpose(0, 1) for each in (q, k, v))
+            out = anyflex.flex_attention_packed(
+                *rows, batch.begin(), sinks=sinks, enable_gqa=True, backend="cpu.inference"
+            ).transpose(0, 1)[None]
+        else:
+            out = attend(q, k, v, sinks, backend="cpu.inference")
+    torch.testing.assert_close(out[0], formula(q, k, v, sinks)[0])
+    assert InferenceOnly.calls == [(True, False)]
+
+
+def test_who_applies_sinks_is_asked_again_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(InferenceOnly, "calls", [])
+    tensors = [t.detach() for t in inputs()]
+    with isolated():
+        register("cpu.inference", InferenceOnly)
+        supports = InferenceOnly.supports
+
+        def exhausted(backend: InferenceOnly, spec: Spec) -> Decision:
+            raise torch.OutOfMemoryError("no memory to probe")
+
+        monkeypatch.setattr(InferenceOnly, "supports", exhausted)
+        with pytest.raises((torch.OutOfMemoryError, anyflex.AnyflexError)):
+            attend(*tensors, backend="cpu.inference")
+        monkeypatch.setattr(InferenceOnly, "supports", supports)
+        attend(*tensors, backend="cpu.inference")
+    assert InferenceOnly.calls == [(True, False)]
 
 
 def test_a_changed_sink_is_noticed_before_backward() -> None:

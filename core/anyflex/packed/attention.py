@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.attention_sinks import as_kernels_read, with_sinks
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
+from anyflex.frontend.calls_with_sinks import in_kernels
 from anyflex.frontend.checked_call import CheckedCall
 from anyflex.packed.arguments import check_packed
 from anyflex.packed.core_layout import as_batch, in_core_layout
@@ -18,7 +18,6 @@ from anyflex.packed.own_layout import in_own_layout
 from anyflex.packed.packed import Step
 from anyflex.packed.recorded_call import recorded
 from anyflex.registry.freeze_options import freeze_options
-from anyflex.runtime.plain_backend import takes
 from anyflex.tensors.dynamo_disabled import in_graph
 from anyflex.tracing.mod_types import MaskMod, ScoreMod
 
@@ -96,11 +95,6 @@ def flex_attention_packed(
     paged = step.packed.page_table is not None
     # Where one of them is stored in 8 bits and one is not, core multiplies.
     if key.dtype is value.dtype and (key.dtype is query.dtype or k_scale is not None):
-        compiled = in_graph()
-        # Kernels of this layout have no backward.
-        learns = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-        inside = sinks is not None and not (learns or compiled)
-        inside = inside and takes("sinks", query.device, query.dtype, backend)
         asked = CheckedCall(
             as_batch(query),
             key if paged else as_batch(key),
@@ -108,21 +102,26 @@ def flex_attention_packed(
             score_mod,
             None,
             query.shape[-1] ** -0.5 if scale is None else check_scale(scale, query.dtype),
-            aux if sinks is None or inside or aux.lse else aux._replace(lse=True),
+            aux,
             () if kernel_options is None else freeze_options(kernel_options),
             backend,
             0.0,
-            as_kernels_read(sinks, query) if inside and sinks is not None else None,
+            sinks,
             batch_invariant,
         )
-        if not compiled:
-            own = in_own_layout(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
-        else:
-            own = recorded(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
+        after = None
+        if sinks is not None:
+            if in_kernels(asked, packed=True):
+                asked = asked._replace(sinks=as_kernels_read(sinks, query))
+            else:
+                after = sinks
+                asked = asked._replace(sinks=None, aux=aux._replace(lse=True))
+        compute = recorded if in_graph() else in_own_layout
+        own = compute(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
         if own is not None:
             found = own.out
-            if sinks is not None and not inside and own.lse is not None:
-                found = with_sinks(found, own.lse, sinks)
+            if after is not None and own.lse is not None:
+                found = with_sinks(found, own.lse, after)
             return _results(found, own.lse, own.max_scores, out, return_aux, aux)
     found, more = in_core_layout(
         query,

@@ -37,7 +37,7 @@ def recorded(
     query, key, value, score_mod, _, scale, aux, options, backend, *_ = checked
     if torch.is_autocast_enabled(query.device.type):
         return None
-    if not takes("q_layout", query.device, query.dtype, backend):
+    if not takes("q_layout", query.device, query.dtype, backend, False):
         return None
     refuse_transforms()
     check_as_dense(query, key, value, enable_gqa)

@@ -21,16 +21,17 @@ __all__ = ["plain_backend", "takes"]
 
 
 def plain_backend(
-    device: torch.device, dtype: torch.dtype, backend: str | None
+    device: torch.device, dtype: torch.dtype, backend: str | None, learns: bool
 ) -> tuple[Entry, Backend, Accepted] | None:
-    """Return the backend that takes a plain call, forward and backward, and its decision.
+    """Return the backend that takes a plain call, and its decision.
 
     Args:
         device, dtype: of query.
         backend: the ``backend=`` argument, or None.
+        learns: the call needs gradients.
 
     Returns:
-        None where nobody takes it: the call itself raises, with its own spec.
+        None where nobody takes it, or asking failed: the call itself raises, with its own spec.
     """
     from anyflex.contract.spec import Spec
     from anyflex.errors import AnyflexError
@@ -46,8 +47,8 @@ def plain_backend(
         dtype,
         64,
         64,
-        needs_lse=True,
-        gradients=("q", "k", "v"),
+        needs_lse=learns,
+        gradients=("q", "k", "v") if learns else (),
         fp32_precision=fp32_precision(dtype, device_type),
     )
     try:
@@ -66,21 +67,24 @@ _takes: dict[tuple[object, ...], bool] = {}
 
 # Compiled programs keep the result. A stale one changes who does the work, not the results.
 @dynamo_constant
-def takes(field: str, device: torch.device, dtype: torch.dtype, backend: str | None) -> bool:
+def takes(
+    field: str, device: torch.device, dtype: torch.dtype, backend: str | None, learns: bool
+) -> bool:
     """Whether a call's backend knows a field of specs, to judge by who takes a plain call.
 
     Args:
         field: ``"sinks"`` or ``"q_layout"``.
-        device, dtype: of query.
-        backend: the ``backend=`` argument, or None.
+        device, dtype, backend, learns: as for `plain_backend`.
     """
-    asked = field, device, dtype, backend
+    asked = field, device, dtype, backend, learns
     key = *asked, names_in_force(backend), posed_as(device), STATE.generation
     known = _takes.get(key)
     if known is None:
-        taker = plain_backend(device, dtype, backend)
+        taker = plain_backend(device, dtype, backend, learns)
+        if taker is None:  # maybe only now, for lack of memory
+            return False
         if len(_takes) >= 64:
             _takes.clear()
-        known = taker is not None and field in taker[1].capabilities.known_fields
+        known = field in taker[1].capabilities.known_fields
         _takes[key] = known
     return known

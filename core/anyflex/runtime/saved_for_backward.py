@@ -45,7 +45,7 @@ def saved_bytes(device: torch.device, dtype: torch.dtype, backend: str | None) -
     from anyflex.registry.plugin_errors import report
     from anyflex.runtime.plain_backend import plain_backend
 
-    taker = plain_backend(device, dtype, backend)
+    taker = plain_backend(device, dtype, backend, True)
     if taker is None or taker[2].backward != "own":
         return NOTHING
     entry, chosen, _ = taker
