@@ -153,6 +153,23 @@ def test_packed_training_stays_a_dense_call(natively: list[int]) -> None:
     assert natively == []
 
 
+def test_a_program_exported_without_gradients_refuses_them() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, rows: Tensor, keys: Tensor, q_offsets: Tensor) -> Tensor:
+            step = anyflex.Packed(q_offsets, max_q=5, max_kv=5).begin()
+            return attend(rows, keys, step)[0]
+
+    given = torch.randn(8, 4, 8), torch.randn(8, 2, 8), offsets((3, 5))
+    program = torch.export.export(Attention(), given).module()
+    learning = [each.clone().requires_grad_() for each in given[:2]]
+    # Weights of a program that runs outside of torch.no_grad() learn too.
+    found = program(*learning, given[2])
+    torch.testing.assert_close(found, Attention()(*given), rtol=1e-5, atol=1e-5)
+    with pytest.raises(anyflex.ArgumentError, match="packed call in a program that was exported"):
+        found.sum().backward()
+    assert learning[0].grad is None
+
+
 @torch.no_grad()
 def test_a_spec_that_no_backend_takes_as_it_is_runs_on_core(
     natively: list[int], monkeypatch: pytest.MonkeyPatch

@@ -1,13 +1,16 @@
 """The static op of a packed call: how sequences and pages live under torch.compile and export.
 
-It has no gradients. `anyflex.tensors.static_ops` has its schema.
+It has no gradients, and refuses to be asked for any. `anyflex.tensors.static_ops` has its schema.
 """
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
+from anyflex.errors import ArgumentError
 from anyflex.packed.packed_request import read_packed_request
 from anyflex.tensors.tensor_facts import empty_dense
 
@@ -32,4 +35,14 @@ def fake_attend(
     return empty_dense(query, value.shape[-1]), lse, max_scores
 
 
+def _refuse_gradients(ctx: Any, *gradients: Tensor | None) -> NoReturn:
+    raise ArgumentError(
+        "gradients are asked for of a packed call in a program that was exported or compiled "
+        "without: export it with inputs that require grad"
+    )
+
+
+# Without it torch warns, and takes what gradients a backend's operations happen to have.
+_library: Any = torch.library.Library("anyflex", "FRAGMENT")  # type: ignore[no-untyped-call]
+torch.library.register_autograd("anyflex::flex_attention_packed", _refuse_gradients, lib=_library)
 packed_op = torch.ops.anyflex.flex_attention_packed.default
