@@ -15,7 +15,7 @@ from recording import OnHopper, drawn, recording
 
 import anyflex
 from anyflex.plugin import Call, Outputs, isolated, register
-from anyflex_cuda import forward_call, packed_decode_call
+from anyflex_cuda import forward_call, packed_decode_call, packed_forward_call
 from anyflex_cuda.decode_steps import EACH, NONE
 from anyflex_cuda.packed_decode_call import PackedDecode
 from anyflex_cuda.packed_forward_call import PackedForward
@@ -156,7 +156,7 @@ def test_a_tile_holds_the_rows_of_all_heads_of_a_key_head(
     assert names_of(launches) == names
     for program, _, values in launches:
         if program.function.__name__ == "decode_kernel":
-            # The other kernel writes rows that are nobody's.
+            # The other kernel writes padding rows.
             assert program.constants["ALONE"] == (FORWARD[0] not in names)
             assert values["most_rows"] == min(rows, 64 * heads[1] // heads[0])
         elif program.function.__name__ == "tile_kernel":
@@ -289,3 +289,21 @@ def test_launches_are_of_one_device(taker: type[Any]) -> None:
         launch(self, *arguments)
     # The shares are the step's, which is of one device.
     assert len(kept) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [
+        ((1, 1, 2**30 - 1, 64), True),
+        ((1, 1, 2**30, 64), False),
+        ((2**24, 8, 64, 64), False),
+        ((2**21, 8, 64, 64), True),
+        ((2**24 - 1, 1, 64, 64), True),
+        ((2**24, 1, 64, 64), False),
+    ],
+)
+def test_forward_takes_no_tensor_of_more_rows_than_descriptors_have(
+    shape: tuple[int, ...], taken: bool
+) -> None:
+    found = packed_forward_call._refused_rows("key", torch.empty(shape, device="meta").half())
+    assert found == (None if taken else "key of 2^30 rows")

@@ -63,7 +63,7 @@ class Batch:
         rows, keys: of each sequence.
         page: rows of a page, or 0 for packed keys.
         heads: query heads, and those that share a key head.
-        spare: rows that belong to nobody.
+        spare: padding rows.
         is_nhd: whether a page's rows come before its heads.
         odd: whether some values of the sequences themselves are non-finite.
         cores: number of programs.

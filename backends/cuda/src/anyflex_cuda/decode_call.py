@@ -268,7 +268,7 @@ def decode_program(
         mods: from `GluonPrograms.mods`.
         adds: as in `DecodeFit`. unit: as in out's `Layout`.
         wanted: from `wanted_outputs`.
-        alone: whether the rows of a packed call that are nobody's are this kernel's.
+        alone: whether the padding rows of a packed call are this kernel's.
         rows: rows of a tile.
     """
     spec = made.spec

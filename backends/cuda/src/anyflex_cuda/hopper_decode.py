@@ -126,7 +126,7 @@ class Share:
         at, end: numbers of its first step and of the end.
         total: number of all steps. programs, groups: arguments of `decode_steps.share_of`.
         b: of a packed call, the sequence of the first step.
-        nobodys: the first query row that belongs to no sequence.
+        padding: the first padding row.
     """
 
     at: Any
@@ -135,7 +135,7 @@ class Share:
     programs: Any
     groups: Any
     b: Any
-    nobodys: Any
+    padding: Any
 
 
 @record
@@ -270,17 +270,17 @@ def share_of_program(plan):
         at, end = share_of(program, gl.num_programs(0), total, plan.groups)
         return Share(
             at=at, end=end, total=total, programs=gl.num_programs(0), groups=plan.groups,
-            b=gl.to_tensor(0), nobodys=None,
+            b=gl.to_tensor(0), padding=None,
         )
     else:
         count = plan.batch
         place = plan.edges + shares_place(count) + program * SHARE_WORDS
-        nobodys = gl.load(plan.sequences[1] + count)
+        padding = gl.load(plan.sequences[1] + count)
         return Share(
             at=gl.load(place), end=gl.load(place + 1),
             total=gl.load(plan.edges + count) * plan.kv_heads,
             programs=gl.load(plan.edges + count + 1), groups=gl.load(plan.edges + count + 2),
-            b=gl.load(place + 2), nobodys=gl.minimum(gl.maximum(nobodys, 0), plan.q_length),
+            b=gl.load(place + 2), padding=gl.minimum(gl.maximum(padding, 0), plan.q_length),
         )
 
 
@@ -684,8 +684,8 @@ def zero_rows(bufs, slot, keys, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def write_nobody(outputs, plan, first_row):
-    """Write the rows from `first_row` on, which belong to no sequence, a part in each program."""
+def write_padding(outputs, plan, first_row):
+    """Write the padding rows, which begin at `first_row`, a part in each program."""
     tiles = (plan.q_length - first_row + KEYS - 1) // KEYS
     for u in range(gl.program_id(0), tiles * plan.kv_heads, gl.num_programs(0)):
         begin = first_row + u // plan.kv_heads * KEYS
@@ -727,7 +727,7 @@ def consume(call, share):
     )
     log_unit = unit_of_scores(scale, SCORE_MOD)
     if call.ALONE:
-        write_nobody(outputs, plan, share.nobodys)
+        write_padding(outputs, plan, share.padding)
     if call.ADDS and PLAN != NONE and plan.sequences is None:
         # Units without steps are in no program's share. Writing their rows here costs nothing
         # while the first keys are in flight.
@@ -899,7 +899,7 @@ def decode_kernel(
         most_rows: maximum number of query rows of a head of a unit; sequences with more are left
             to another kernel.
         k_scale, v_scale: (pointer, strides of page, head and row), where STORED isn't "plain".
-        ALONE: whether no other kernel writes the rows of a packed call that are nobody's.
+        ALONE: whether no other kernel writes the padding rows of a packed call.
     """
     partial_out += counts_floats(batch * kv_heads)
     partial_sums = partial_out + sums_place(gl.num_programs(0), GROUP * most_rows, VALUE_DIM)

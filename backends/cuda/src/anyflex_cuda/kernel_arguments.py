@@ -54,7 +54,7 @@ ARGUMENTS = (
     Arguments(("most_rows",), "i32",
               "maximum number of query rows of a head of a unit; of a dense call L"),
     Arguments(("ALONE",), None,
-              "whether no other kernel writes the rows of a packed call that are nobody's"),
+              "whether no other kernel writes the padding rows of a packed call"),
     Arguments(("STORED",), None, "`Spec.kv_storage`"),
     Arguments(("ROWS",), None, "rows of a tile of a unit's query rows"),
     Arguments(("ADDS",), None, "whether the kernel also adds up the parts of units"),

@@ -145,8 +145,7 @@ class PackedDecode:
 
         Args:
             out: its workspace begins with the fit's.
-            alone: whether all sequences are decoded. If so, rows that belong to nobody are
-                written too.
+            alone: whether all sequences are decoded. If so, padding rows are written too.
         """
         made = self._made
         o_layout = layout_of(out.out)

@@ -45,8 +45,8 @@ _BLOCK: int = PACKED_BLOCK.value
 _PAGE_MULTIPLE = 16
 """Rows that a page's size is a multiple of: fewer don't fill the patterns of shared memory."""
 _FAR = 1 << 30
-"""Size of a descriptor's outer dimension of rows. No tensor that is taken has as many: the kernel
-cuts what it reads on the device to the tensor's rows, and the inner dimension does the rest."""
+"""Size of a descriptor's outer dimension of rows: more than any tensor that is taken has, so that
+it cuts nothing off. `packed_tiles` keeps rows within the tensor, and the inner dimension cuts."""
 _KEPT = 64
 """Maximum number of layouts of calls whose launches are kept."""
 
@@ -114,7 +114,7 @@ class PackedForward:
     def launch(self, call: Call, out: Outputs, counter: Tensor | None, short_rows: int) -> None:
         """Launch the kernel for a call that isn't refused, on the current stream; for a step's
         first layer, the one that lists its tiles before. What they read on the device may change
-        in a captured graph. Rows that belong to nobody are written too.
+        in a captured graph. Padding rows are written too.
 
         Args:
             counter: the tensor of `workspace`, if any.

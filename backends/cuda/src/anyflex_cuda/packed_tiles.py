@@ -68,7 +68,7 @@ def listed_tile(place):
     end_row = gl.load(place + 3)
     return SequenceTile(
         row=gl.load(place), owner=gl.load(place + 1), first_row=gl.load(place + 2),
-        end_row=end_row, last_row=end_row - 1, nobodys=None, b=gl.load(place + 4),
+        end_row=end_row, last_row=end_row - 1, is_padding=None, b=gl.load(place + 4),
         shift=gl.load(place + 5), kv_begin=gl.load(place + 6), kv_length=gl.load(place + 7),
     )
 
@@ -91,7 +91,7 @@ def said_tile(words, c, first_row):
     end_row = said(words, c * WORDS + 2)
     return SequenceTile(
         row=said(words, c * WORDS), owner=said(words, c * WORDS + 1), first_row=first_row,
-        end_row=end_row, last_row=end_row - 1, nobodys=None, b=said(words, c * WORDS + 3),
+        end_row=end_row, last_row=end_row - 1, is_padding=None, b=said(words, c * WORDS + 3),
         shift=said(words, c * WORDS + 4), kv_begin=said(words, c * WORDS + 5),
         kv_length=said(words, c * WORDS + 6),
     )

@@ -123,7 +123,7 @@ def decode_kernel(
     if sequences is not None:
         # A row of blocks is a whole sequence.
         own = sequence_of_tile(sequences, b, q_length, 128, PAGE, 128)
-        if own.nobodys or own.first_row >= own.end_row:
+        if own.is_padding or own.first_row >= own.end_row:
             return
         if DECODED:  # noqa: SIM102
             if not has_rows(sequences, own.owner, DECODED):

@@ -359,7 +359,7 @@ def forward_kernel(
         last_row = own.last_row
         q_shift += own.shift
         kv_length = own.kv_length
-        if own.nobodys:
+        if own.is_padding:
             if tile % sequences[9] == 0:
                 store_padding(
                     out, lse, max_scores, o_strides, h, q_length, own, VALUE_DIM, DV, UNITS[3],

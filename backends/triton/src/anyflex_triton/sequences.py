@@ -38,7 +38,7 @@ class SequenceTile:
     Attributes:
         row: row of blocks. owner: number of the sequence.
         first_row, end_row: of query. last_row: of the sequence.
-        nobodys: they are padding rows.
+        is_padding: they are padding rows.
         b, shift: what mods see as b; what is added to rows for q_idx.
         kv_begin, kv_length: first row in packed keys; number of keys, none outside of the tensors.
     """
@@ -48,7 +48,7 @@ class SequenceTile:
     first_row: Any
     end_row: Any
     last_row: Any
-    nobodys: Any
+    is_padding: Any
     b: Any
     shift: Any
     kv_begin: Any
@@ -68,13 +68,13 @@ def sequence_of_tile(
     )
     row = tile // tiles_a_block
     sequence = tl.load(blocks + row * 2)
-    nobodys = sequence == count
+    is_padding = sequence == count
     owner = tl.maximum(tl.minimum(sequence, count - 1), 0)
     # Numbers on a device may break their bounds: none leads outside of a tensor.
     begin = tl.load(q_offsets + tl.maximum(sequence, 0))
     end = tl.load(q_offsets + owner + 1)
     begin = tl.maximum(tl.minimum(begin, q_length), 0)
-    end = tl.where(nobodys, q_length, tl.maximum(tl.minimum(end, q_length), 0))
+    end = tl.where(is_padding, q_length, tl.maximum(tl.minimum(end, q_length), 0))
     block_begin = begin + tl.maximum(tl.load(blocks + row * 2 + 1), 0) * Q_BLOCK
     first_row = block_begin + tile % tiles_a_block * BLOCK_M
     end_row = tl.where(sequence < 0, 0, tl.minimum(block_begin + Q_BLOCK, end))
@@ -86,8 +86,8 @@ def sequence_of_tile(
         kv_begin = 0
     return SequenceTile(
         row=row, owner=owner, first_row=first_row, end_row=end_row, last_row=end - 1,
-        nobodys=nobodys, b=tl.load(slots + owner), shift=tl.load(q_starts + owner) - begin,
-        kv_begin=kv_begin, kv_length=tl.where(nobodys, 0, tl.maximum(kv_length, 0)),
+        is_padding=is_padding, b=tl.load(slots + owner), shift=tl.load(q_starts + owner) - begin,
+        kv_begin=kv_begin, kv_length=tl.where(is_padding, 0, tl.maximum(kv_length, 0)),
     )
 
 
