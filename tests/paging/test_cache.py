@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from anyflex.packed.packed import Step
 from anyflex.paging.cache import PagedKVCache
+from anyflex.paging.step_numbers import StepNumbers
 from anyflex.paging.storage import STORAGES
 from tests.paging.dense_attention import dense_attention
 from tests.paging.poisoned_pages import places, poison
@@ -63,6 +65,18 @@ def assert_stored(found: Tensor, exact: Tensor, storage: str) -> None:
         "fp8_e4m3": torch.maximum(exact.abs() * 2**-4, largest / 448 * 2**-10) * 1.0001,
     }[storage]
     assert ((found - exact).abs() <= budget).all()
+
+
+@pytest.fixture(params=["cpu", "device"])
+def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page tables are also written as on a device, by operations."""
+    made = StepNumbers.__init__
+
+    def making(self: StepNumbers, *given: Any) -> None:
+        made(self, *given)
+        self._on_cpu = request.param == "cpu"
+
+    monkeypatch.setattr(StepNumbers, "__init__", making)
 
 
 class Server:
@@ -144,6 +158,7 @@ class Server:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_sequence_has_its_own_rows_and_attends_to_them_alone(storage: str) -> None:
     server = Server(storage, 5)
@@ -155,6 +170,7 @@ def test_every_sequence_has_its_own_rows_and_attends_to_them_alone(storage: str)
     assert server.cache.free_pages == 11
 
 
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_forks_that_write_one_page_in_one_step_get_copies_but_for_the_last(storage: str) -> None:
     cache = made(8, storage)
@@ -176,6 +192,7 @@ def test_forks_that_write_one_page_in_one_step_get_copies_but_for_the_last(stora
                 assert_stored(rows(cache, name, layer, slot, 7), part, storage)
 
 
+@pytest.mark.usefixtures("tables")
 def test_many_changes_of_the_table_at_once_all_arrive() -> None:
     cache = PagedKVCache(1, 600, 1, 1, 1, slots=3, width=600)
     a = cache.open()

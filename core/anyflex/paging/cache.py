@@ -146,7 +146,7 @@ class PagedKVCache:
             )
             self.device = device = key.device
             self._numbers = StepNumbers(slots, width, width * page_size, device)
-            self._sequences = Sequences(slots, width, pages, page_size)
+            self._sequences = Sequences(slots, width, pages, page_size, self._numbers.staged)
         self.page_table = self._numbers.page_table
         # The reservation of the last step, its batch, and the passes over it.
         self._reserved: Reserved | None = None

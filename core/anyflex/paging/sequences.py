@@ -31,6 +31,7 @@ class Buffers:
 
     Args:
         count: N.
+        staged: memory of starts and of lengths, which requests share.
 
     Attributes:
         starts, lengths: int32 [N], length of each sequence before and after.
@@ -39,8 +40,9 @@ class Buffers:
         crowded_tensor: a view of them, bool [N].
     """
 
-    def __init__(self, count: int) -> None:
-        self.starts, self.lengths, self.rooms = torch.empty(3, count, dtype=torch.int32).unbind(0)
+    def __init__(self, count: int, staged: tuple[Tensor, Tensor]) -> None:
+        self.starts, self.lengths = (part[:count] for part in staged)
+        self.rooms = torch.empty(count, dtype=torch.int32)
         self.crowded = bytearray(count)
         self.crowded_tensor = (
             torch.frombuffer(self.crowded, dtype=torch.bool)
@@ -89,12 +91,27 @@ class Reserved(NamedTuple):
 class Sequences:
     """Lengths and pages of all slots.
 
+    Args:
+        slots, width, pages, page_size: of the cache.
+        staged: int32 [slots] each, to which `reserve` writes the lengths of the request's
+            sequences before and after the step; None makes some.
+
     Attributes:
         owners: of the pages.
         changes: entries of the page table to be written: row * width + column -> page.
     """
 
-    def __init__(self, slots: int, width: int, pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        slots: int,
+        width: int,
+        pages: int,
+        page_size: int,
+        staged: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        if staged is None:
+            staged = torch.empty(slots, dtype=torch.int32), torch.empty(slots, dtype=torch.int32)
+        self._staged = staged
         self.owners = PageOwners(pages)
         self.changes: dict[int, int] = {}
         self._width, self._page_size = width, page_size
@@ -108,7 +125,7 @@ class Sequences:
         self._length_tensor = torch.frombuffer(self._lengths, dtype=torch.int32)
         self._room_tensor = torch.frombuffer(self._rooms, dtype=torch.int32)
         self._last_wanted: list[tuple[int, ...]] | None = None
-        self._last_request = Request({}, torch.empty(0), torch.empty(0), 0, 0, Buffers(0))
+        self._last_request = Request({}, torch.empty(0), torch.empty(0), 0, 0, Buffers(0, staged))
 
     def length(self, slot: int) -> int:
         """Return the number of tokens of an open sequence."""
@@ -205,7 +222,7 @@ class Sequences:
         torch.gt(buffers.lengths, buffers.rooms, out=buffers.crowded_tensor)
         growing = list(compress(request.counts, buffers.crowded))
         copies: list[tuple[int, int]] = []
-        if growing:
+        if growing and not (request.feeds_one_each() and self._give_page_to_each(growing)):
             if self._pages_needed(growing, request.counts) > self.owners.available:
                 return None
             copies = self._give_pages(growing, request.counts)
@@ -232,7 +249,26 @@ class Sequences:
         if least < 0 or longest > most:
             self._refuse(wanted)
         total = sum(counts.values())
-        return pairs, Request(counts, slots, tokens, total, longest, Buffers(count))
+        buffers = Buffers(count, self._staged)
+        return pairs, Request(counts, slots, tokens, total, longest, buffers)
+
+    def _give_page_to_each(self, slots: list[int]) -> bool:
+        """Give sequences whose pages are full one more, as decoding does in each step. Returns
+        False, and does nothing, where that isn't all there is to do."""
+        size, width, lengths, pages = self._page_size, self._width, self._lengths, self._pages
+        for slot in slots:
+            own = pages[slot]
+            if own is None or lengths[slot] != len(own) * size or len(own) == width:
+                return False
+        if len(slots) > self.owners.available:
+            return False
+        for slot in slots:
+            own = pages[slot]
+            assert own is not None
+            page = self.changes[slot * width + len(own)] = self.owners.take()
+            own.append(page)
+            self._rooms[slot] = self._lengths[slot] + size
+        return True
 
     def _pages_needed(self, slots: list[int], counts: dict[int, int]) -> int:
         """Number of pages that sequences need to grow, copies of shared ones included."""

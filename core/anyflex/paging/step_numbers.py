@@ -28,11 +28,18 @@ class StepNumbers:
     Attributes:
         page_table: int32 [slots, width].
         batches: the tensors as batches of `slots` sequences, one for each class of steps.
+        staged: for `Sequences`, which writes each step's numbers there.
     """
 
     def __init__(self, slots: int, width: int, longest: int, device: torch.device) -> None:
-        self.page_table = torch.zeros(slots, width, dtype=torch.int32, device=device)
-        self._entries = self.page_table.view(-1)
+        self._on_cpu = device.type == "cpu"
+        # A CPU's entries are written here one by one: few change in a step.
+        self._table = array("i", [0]) * (slots * width if self._on_cpu else 0)
+        if self._on_cpu:
+            self._entries = torch.frombuffer(self._table, dtype=torch.int32)
+        else:
+            self._entries = torch.zeros(slots * width, dtype=torch.int32, device=device)
+        self.page_table = self._entries.view(slots, width)
         # Room behind the numbers of sequences is for what moves with them: changed entries of the
         # page table, and pages to be copied.
         self._numbers = 4 * slots + 1
@@ -50,7 +57,7 @@ class StepNumbers:
         for part in (self._host_parts[2], owners):
             part.copy_(torch.arange(slots))
         self._last: Request | None = None
-        self._of_last: tuple[Tensor, ...] = ()
+        self.staged = self._host_parts[3], self._host_parts[1]
         self.batches = [
             Packed(
                 offsets,
@@ -80,54 +87,49 @@ class StepNumbers:
             changes: row * width + column -> page; is emptied.
             pools: [layers, P, ...], all in which a page is copied.
         """
-        self._write(reserved)
+        if reserved.request is not self._last:
+            self._begin(reserved.request)
+        if self._on_cpu:
+            for place, page in changes.items():
+                self._table[place] = page
+            changes.clear()
         if not changes and not reserved.copies:
             self._staged.send(self._host_tensor)
             return
-        places, pages = [*changes], [*changes.values()]
+        places, pages = array("i", changes), array("i", changes.values())
         # There is a second round only where many forks and long prefixes meet in one step.
         for begin in range(0, max(1, len(places)), self._most_changes):
             some = slice(begin, begin + self._most_changes)
-            self._stage(places[some], pages[some], reserved.copies)
+            count = self._stage(places[some], pages[some], reserved.copies)
             self._staged.send(self._host_tensor)
-            if places:
-                place, page = self._changed
-                self._entries.index_put_((place,), page)
+            if count:
+                at, page_of = (part[:count] for part in self._changed)
+                self._entries.index_put_((at,), page_of)
         if reserved.copies:
             source, target = (part[: len(reserved.copies)].long() for part in self._copied)
             for pool in pools:
                 pool.index_copy_(1, target, pool.index_select(1, source))
         changes.clear()
 
-    def _stage(self, places: list[int], pages: list[int], copies: list[tuple[int, int]]) -> None:
-        """Write what moves with a step's numbers into the host's buffer. The last change fills up:
-        it is made again."""
-        at, most = self._numbers, self._most_changes
+    def _stage(self, places: array[int], pages: array[int], copies: list[tuple[int, int]]) -> int:
+        """Write what moves with a step's numbers into the host's buffer, and return the number of
+        changed entries."""
+        at = self._numbers
         for entries in (places, pages):
-            filled = entries + entries[-1:] * (most - len(entries))
-            self._host[at : at + len(filled)] = array("i", filled)
-            at += most
+            self._host[at : at + len(entries)] = entries
+            at += self._most_changes
         for copied in zip(*copies, strict=True):
             self._host[at : at + len(copied)] = array("i", copied)
             at += self.page_table.shape[0]
-
-    def _write(self, reserved: Reserved) -> None:
-        """Write a step's numbers into the host's buffer."""
-        request = reserved.request
-        buffers = request.buffers
-        if request is not self._last:
-            self._begin(request)
-        kv_lengths, q_starts = self._of_last
-        kv_lengths.copy_(buffers.lengths)
-        q_starts.copy_(buffers.starts)
+        return len(places)
 
     def _begin(self, request: Request) -> None:
         """Write what all steps of a request have in common."""
         count, slots = len(request.counts), self.page_table.shape[0]
-        q_offsets, kv_lengths, owners, q_starts = self._host_parts
+        q_offsets, kv_lengths, owners, _ = self._host_parts
         torch.cumsum(request.tokens, 0, dtype=torch.int32, out=q_offsets[1 : count + 1])
         owners[:count].copy_(request.slots)
         if count < slots:  # the others have no rows and no keys
             q_offsets[count + 1 :].fill_(request.total)
             kv_lengths[count:].fill_(0)
-        self._last, self._of_last = request, (kv_lengths[:count], q_starts[:count])
+        self._last = request
