@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,12 +49,14 @@ class _Prepared(NamedTuple):
         plan: of these calls.
         rows: the step's sequences.
         views: structure of the mask, or None.
+        kept: `Call.kept`.
         mask: the traced mask mod. The ids of its captured tensors are their own while it lives.
     """
 
     plan: Plan
     rows: PackedRows
     views: MaskViews | None
+    kept: dict[object, Any]
     mask: TracedMod
 
 
@@ -110,6 +112,9 @@ def in_own_layout(
         query.shape,
         key.shape,
         value.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
         query.dtype,
         key.dtype,
         memories(query, key, value, captured, names),
@@ -147,6 +152,7 @@ def in_own_layout(
         packed=prepared.rows,
         sinks=sinks,
     )
+    call.kept = prepared.kept
     if key.dtype is not query.dtype:
         call.k_scale, call.v_scale = (
             _scale_of(each, scale) for each, scale in zip((key, value), scales, strict=True)
@@ -178,7 +184,8 @@ def _prepare(
         # A plan depends on the size of blocks alone.
         views = MaskViews(rows.slots.view(1, 1, -1), rows.slots, 0, 0, (BLOCK, BLOCK))
     try:
-        plan = plan_for(inputs_of(checked, mask, views, packed=rows, score=score))
+        inputs = inputs_of(checked, mask, views, packed=rows, score=score)
+        plan = plan_for(inputs)
     except BackendRefused as refused:
         if checked.batch_invariant:
             raise BackendRefused(
@@ -196,7 +203,7 @@ def _prepare(
         views, _ = step.once(
             ("blocks", length, heads, numbers), lambda: (_views(rows, mask, heads), mask)
         )
-    return _Prepared(plan, rows, views, mask)
+    return _Prepared(plan, rows, views, plan.kept_by_packed(inputs.call, rows), mask)
 
 
 def check_as_dense(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

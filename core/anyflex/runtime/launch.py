@@ -52,8 +52,6 @@ def launch_forward(
     """
     spec = plan.spec
     query = call.query
-    if call.packed is not None:
-        call.kept = plan.kept_by_packed(call, call.packed)
     if call.dropout is not None and is_capturing(plan.device_type):
         raise GraphCaptureError(
             "dropout_p is not 0 while a device graph is being captured: each replay would drop "

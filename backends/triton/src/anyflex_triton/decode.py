@@ -335,7 +335,7 @@ def combine_kernel(
         row = tl.program_id(0) % kept
         own = sequence_of_tile(sequences, unit // heads, q_length, 128, PAGE, 128)
         h = unit % heads
-        if own.nobodys:
+        if own.is_padding:
             if row == 0:
                 store_padding(
                     out, lse, max_scores, o_strides, h, q_length, own, VALUE_DIM, DV, UNIT, WIDE,
