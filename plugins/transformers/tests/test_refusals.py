@@ -39,6 +39,25 @@ def test_unknown_keywords_that_are_none_are_taken() -> None:
     assert out.shape == (1, 5, 2, 8) and out.is_contiguous() and weights is None
 
 
+@pytest.mark.parametrize("kind", ["a block mask", "a tensor"])
+def test_offsets_of_sequences_beside_a_mask_that_does_not_know_them_are_refused(kind: str) -> None:
+    mask = causal_mask(1, 5, 5) if kind == "a block mask" else torch.ones(1, 1, 5, 5).bool()
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    with pytest.raises(anyflex.ArgumentError, match=r"cu_seq_lens_q.*leave attention_mask out"):
+        attention(layer(), *tensors(), mask, cu_seq_lens_q=offsets)
+
+
+def test_offsets_of_sequences_are_taken_beside_a_mask_that_was_made_of_positions() -> None:
+    ours, eager = pair(by_name("Llama"))
+    tokens = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(4))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    given = {"position_ids": positions, "use_cache": False}
+    found = ours(tokens, **given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).logits
+    apart = [eager(part, use_cache=False).logits for part in tokens.split((3, 4), 1)]
+    torch.testing.assert_close(found, torch.cat(apart, 1), atol=1e-4, rtol=1e-4)
+
+
 def test_attention_weights_are_not_returned_and_it_says_so() -> None:
     with pytest.warns(UserWarning, match="returns no attention weights"):
         attention(layer(), *tensors(), None, output_attentions=True)

@@ -64,7 +64,8 @@ def attention(
         softcap, position_bias: applied to the scores in this order, before the mask.
         s_aux: [Hq], sinks.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: offsets of sequences packed into
-            one row, and bounds of their lengths; without a mask they are the mask.
+            one row, and bounds of their lengths; without a mask they are the mask. A mask that was
+            made of position_ids tells sequences apart itself, and no other one is taken with them.
         sliding_window: keys that a token of a packed sequence sees, its own included; elsewhere
             the mask has it.
         kernel_options: as for `anyflex.flex_attention`.
@@ -85,7 +86,9 @@ def attention(
         is_causal = getattr(module, "is_causal", True)
     rows, keys = query.shape[2], key.shape[2]
     given: Any = attention_mask
-    if given is None and cu_seq_lens_q is not None:
+    if given is not None and cu_seq_lens_q is not None:
+        _check_knows_sequences(module, given)
+    elif cu_seq_lens_q is not None:
         _refuse_packed(module, dropout, position_bias)
         out = packed_attention(
             module,
@@ -140,6 +143,16 @@ def _refuse_packed(module: torch.nn.Module, dropout: float, position_bias: Tenso
                 f"into one row, and {name}=, which packed sequences don't have: pass position_ids "
                 "of the sequences instead, which makes a mask"
             )
+
+
+def _check_knows_sequences(module: torch.nn.Module, mask: Any) -> None:
+    if isinstance(mask, Carrier) and mask.documents:
+        return
+    raise anyflex.ArgumentError(
+        f"{type(module).__name__} calls attention with cu_seq_lens_q, sequences packed into one "
+        "row, and with attention_mask, which doesn't keep them apart: leave attention_mask out, "
+        "and pass position_ids of the sequences with use_cache=False, from which a mask is made"
+    )
 
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ class Carrier(TorchBlockMask):
         shape: (B, 1, Q_LEN, KV_LEN).
         seen: number of keys, a 0-d tensor on the device of attention, or None.
         count: the same number where the host has read it, else None.
+        documents: whether the mask keeps documents apart that are packed into one row.
     """
 
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -43,12 +44,14 @@ class Carrier(TorchBlockMask):
         shape: tuple[int, int, int, int],
         seen: Tensor | None = None,
         count: int | None = None,
+        documents: bool = False,
     ) -> None:
         # Without torch's __init__, which would make its index lists.
         self.own = own
         self.shape = shape
         self.seen = seen
         self.count = count
+        self.documents = documents
 
     def __getitem__(self, index: Any) -> Carrier:
         """Return the mask of consecutive rows: ``mask[:, :, start:stop, :]``."""
@@ -60,7 +63,7 @@ class Carrier(TorchBlockMask):
         if step != 1:
             _refuse(f"[{index!r}]")
         own = None if self.own is None else self.own.row_slice(start, stop)
-        rest = self.seen, self.count
+        rest = self.seen, self.count, self.documents
         return Carrier(own, (*self.shape[:2], stop - start, self.shape[3]), *rest)
 
     def to(self, *arguments: Any, **options: Any) -> Carrier:
@@ -73,7 +76,7 @@ class Carrier(TorchBlockMask):
             return self
         own = None if self.own is None else self.own.to(device)
         seen = None if self.seen is None else self.seen.to(device)
-        return Carrier(own, self.shape, seen, self.count)
+        return Carrier(own, self.shape, seen, self.count, self.documents)
 
     def contiguous(self) -> Carrier:
         """Return the mask itself. Some versions' generate() calls it on any mask."""

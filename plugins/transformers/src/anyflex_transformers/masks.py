@@ -14,7 +14,7 @@ from transformers import masking_utils
 
 import anyflex
 from anyflex_transformers.carrier import Carrier
-from anyflex_transformers.packed import without_positions
+from anyflex_transformers.packed import keeps_documents_apart, without_positions
 
 __all__ = ["MASKS_TAKE_POSITIONS", "causal_mask", "mask", "mask_at_positions"]
 
@@ -75,7 +75,7 @@ def mask(
         in_graph = anyflex.create_block_mask(
             function, batch_size, None, q_length, kv_length, device
         )
-        return Carrier(in_graph, shape)
+        return Carrier(in_graph, shape, documents=keeps_documents_apart(mask_function))
     first = int(q_offset)
     if padding is None and causal:
         return causal_mask(batch_size, q_length, kv_length, first - kv_offset, device)
@@ -96,7 +96,7 @@ def mask(
         )
         function = _of_tensor(positions.dense(mask_function, padding, vmap=True))
         built = anyflex.create_block_mask(function, *sizes)
-    return Carrier(built, shape)
+    return Carrier(built, shape, documents=keeps_documents_apart(mask_function))
 
 
 def mask_at_positions(

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import masking_utils
 
-__all__ = ["without_positions"]
+__all__ = ["keeps_documents_apart", "without_positions"]
 
 
 def without_positions(function: Any) -> Any:
@@ -26,6 +26,13 @@ def without_positions(function: Any) -> Any:
     if not _is_made_by(_SAME_DOCUMENT, parts[1]) or not _depends_on_distance(pattern):
         return function
     return masking_utils.and_masks(pattern, parts[1])
+
+
+def keeps_documents_apart(function: Any) -> bool:
+    """Whether transformers has made the mask function of position_ids of packed documents."""
+    if _is_made_by(_AND, function):
+        return any(map(keeps_documents_apart, _closed_over(function)["mask_functions"]))
+    return _is_made_by(_SAME_DOCUMENT, function)
 
 
 def _depends_on_distance(function: Any) -> bool:
