@@ -367,7 +367,7 @@ def launch_decode(
         compile_missing([each.program for each in found], device)
         return found
 
-    # What `make` makes follows from these and the call's shapes. Its layouts take longer to find.
+    # The key and the call's shapes determine the launches. Layouts would take longer to find.
     key = (
         "anyflex_cuda.decode", mods.key, out.lse is None, out.max_scores is None, len(out.saved),
         result.stride(), result.data_ptr() % BYTES,
