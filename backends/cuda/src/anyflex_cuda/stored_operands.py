@@ -164,7 +164,7 @@ def stored_products(weights, alpha, acc, top, ring, slot, keys, STORED: gl.const
     halves = (weights * gl.expand_dims(scales, 0)).to(gl.float16)
     words = words_of(ring.v_bufs, slot, _VALUE_WORDS)
     if STORED != "int8":
-        # What lies behind a sequence's keys may be NaN, and 0 * NaN is NaN.
+        # Rows behind a sequence's keys may be NaN, and 0 * NaN is NaN.
         rows = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, _VALUE_WORDS)), 1)
         words = gl.where(rows < keys, words, 0)
     # The numbers of one place in their words are beside each other.
