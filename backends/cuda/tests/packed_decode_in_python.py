@@ -254,8 +254,9 @@ def stored(case: Case, keys: list[Tensor]) -> Tensor:
     dtype = keys[0].dtype
     if not case.page:
         rows = [y for x in keys for y in (x.transpose(0, 1), poison(3, heads, dim, dtype=dtype))]
+        size = dtype.itemsize
         # torch joins no float8.
-        return torch.cat([x.view(torch.int8) for x in rows]).view(dtype)
+        return torch.cat([x if size > 1 else x.view(torch.int8) for x in rows]).view(dtype)
     pages = sum(-(-x.shape[1] // case.page) for x in keys) + 3
     pool = poison(pages, heads, case.page, dim, dtype=dtype)
     if case.rows_first:
