@@ -127,6 +127,24 @@ def test_the_layers_of_a_step_share_its_shares() -> None:
     assert names_of(launches) == [*SHARED, *LISTED, DECODED, DECODED]
 
 
+def test_head_dims_with_other_tiles_have_lists_of_their_own() -> None:
+    batch = anyflex.Packed(
+        torch.arange(3, dtype=torch.int32) * 100,
+        torch.full((2,), 200, dtype=torch.int32),
+        page_table=torch.zeros(2, 4, dtype=torch.int32),
+    )
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launches:
+            step = batch.begin()
+            for dim in (128, 256, 128):
+                shapes = (200, 4, dim), (9, 4, 64, dim), (9, 4, 64, dim)
+                query, *pools = drawn(*shapes, dtype=torch.bfloat16)
+                anyflex.flex_attention_packed(query, *pools, step, backend="cuda")
+    lists = [program for program, *_ in launches if program.function.__name__ == "tile_kernel"]
+    assert [program.constants["BLOCK_N"] for program in lists] == [128, 64]
+
+
 def test_a_mask_s_steps_are_listed_before_and_many_parts_added_up_after() -> None:
     launches = launched(mask=causal)
     assert names_of(launches) == LISTED

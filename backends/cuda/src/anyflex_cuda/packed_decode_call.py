@@ -217,7 +217,10 @@ class PackedDecode:
         kv_heads, size = call.key.shape[1], call.key.shape[2]
         sequences, programs = packed.slots.shape[0], fit.programs
         # A mask's identity is its own as long as it is kept.
-        key = "anyflex_cuda.shares", id(mask), kv_heads, size, *fit.fixed.values(), programs
+        key = (
+            "anyflex_cuda.shares", id(mask), kv_heads, size, *fit.fixed.values(), programs,
+            self._tiles.block_n,
+        )  # fmt: skip
 
         def make() -> tuple[Tensor, MaskViews | None]:
             words = sequences + 1 + packed_steps.COUNTS.value

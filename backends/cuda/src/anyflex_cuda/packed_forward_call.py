@@ -155,10 +155,11 @@ class PackedForward:
     def _tile_list(self, call: Call, values: Mapping[str, object], short_rows: int) -> Tensor:
         """Return what `tile_kernel` writes: once for the layers of a step that have one mask and
         as many rows of keys."""
-        packed, mask, block_m = _rows_of(call), call.mask, self._tiles.block_m
+        packed, mask = _rows_of(call), call.mask
+        block_m, block_n = self._tiles.block_m, self._tiles.block_n
         of_heads = mask is not None and mask.shape[1] > 1
         # A mask's identity is its own as long as it is kept.
-        key = "anyflex_cuda.tiles", id(mask), call.key.shape[2], short_rows, block_m
+        key = "anyflex_cuda.tiles", id(mask), call.key.shape[2], short_rows, block_m, block_n
 
         def make() -> tuple[Tensor, MaskViews | None]:
             rows = packed.blocks.shape[0]
@@ -166,7 +167,7 @@ class PackedForward:
             tiles = torch.empty(words, dtype=torch.int32, device=call.query.device)
             constants = {
                 "OF_HEADS": of_heads, "KV_BLOCK": self._made.spec.block_size[1],
-                "BLOCK_M": block_m, "BLOCK_N": self._tiles.block_n,
+                "BLOCK_M": block_m, "BLOCK_N": block_n,
             }  # fmt: skip
             lists = self._lists.get((tiles.device, of_heads))
             if lists is None:
