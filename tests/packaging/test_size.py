@@ -22,7 +22,7 @@ CAPABILITIES = {
     "packed sequences and keys in pages as they are in the portable kernels": 645,
     "sinks in kernels, forward and backward; their cases": 535,
     "packed calls whose bits don't depend on the batch, in the portable kernels; their case": 225,
-    "packed sequences and keys in pages in Hopper's own forward": 972,
+    "packed sequences and keys in pages in Hopper's own forward": 980,
     "packed sequences and keys in pages in Hopper's own decoding": 1_100,
     "Hopper's kernels of ready-made masks and mods, compiled in the wheel without a GPU": 225,
     "keys and values stored in 8 bits in Hopper's own decoding": 350,

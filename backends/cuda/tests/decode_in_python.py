@@ -41,7 +41,7 @@ from anyflex_cuda import (
     write_softmax_stats,
 )
 from anyflex_cuda.gluon_launch import GluonProgram
-from anyflex_triton import forward, tiles
+from anyflex_triton import forward, sequences, tiles
 from anyflex_triton.building import Program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
@@ -49,7 +49,8 @@ from interpreting import hasten
 
 LOWEST = torch.finfo(torch.float32).min
 CALLED = (
-    tiles, forward, decode_steps, packed_steps, nonfinite_rows, smem_mailbox, apply_mods,
+    tiles, forward, sequences, decode_steps, packed_steps, nonfinite_rows, smem_mailbox,
+    apply_mods,
     split_tiles, stored_operands, write_softmax_stats, decode_parts,
 )  # fmt: skip
 

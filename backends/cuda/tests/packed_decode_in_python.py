@@ -176,7 +176,7 @@ def in_python(
     given |= in_numpy({name: values[name] for name in program.types})
     if program.function is packed_steps.share_kernel:
         own = changed if changed[0] in inspect.getsource(packed_steps) else ("", "")
-        run_kernel(packed_steps, "share_kernel", grid, given, seed, own, CALLED[:3])
+        run_kernel(packed_steps, "share_kernel", grid, given, seed, own, CALLED[:4])
         return
     if program.function is packed_tile_list.tile_kernel:
         run_kernel(packed_tile_list, "tile_kernel", grid, given, seed, more=(tiles, sequences))

@@ -25,10 +25,11 @@ from anyflex_cuda import (
     split_tiles,
     write_softmax_stats,
 )
-from anyflex_triton import forward, tiles
+from anyflex_triton import forward, sequences, tiles
 
 CALLED = (
-    tiles, forward, decode_steps, packed_steps, nonfinite_rows, smem_mailbox, apply_mods,
+    tiles, forward, sequences, decode_steps, packed_steps, nonfinite_rows, smem_mailbox,
+    apply_mods,
     split_tiles, write_softmax_stats, decode_parts,
 )  # fmt: skip
 FULL = 1

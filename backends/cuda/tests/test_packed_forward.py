@@ -260,6 +260,7 @@ CASES = {
     "page 128": Batch((128, 129, 127), (128, 129, 255), 128, (128, 128), (4, 4), spare=130),
     "page 256": Batch((128, 129, 127), (255, 256, 257), 256, (256, 256), (2, 2), spare=0),
     "packed, one box": Batch((5, 9, 27), (9, 14, 30), heads=(7, 7), spare=0, odd=True),
+    "blocks to spare": Batch((100,) * 4, (100,) * 4, spare=0),
     "odd": Batch((70, 60), (130, 60), odd=True, dims=(128, 128), mods=(None, causal)),
     "odd, pages": Batch((70, 60), (130, 60), 16, odd=True, is_nhd=True, mods=(slope, window)),
 }
@@ -330,6 +331,7 @@ FAULTS = [
     ("packed", "plain += whole", "pass"),
     ("packed, mods", "rows - 1 - first - lanes", "rows - 1 - lanes"),
     ("packed, heads", "if lists_steps == 0:", "if False:"),
+    ("blocks to spare", "live = live & (tile.first_row < tile.end_row)", "pass"),
     ("page 64", "gl.load(place + 8)", "0"),
     ("odd, pages", "mod_b += own.b\n        q_shift", "q_shift"),
     ("odd, pages", "page * pointed.page_stride", "0 * page"),

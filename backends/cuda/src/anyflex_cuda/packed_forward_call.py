@@ -155,19 +155,18 @@ class PackedForward:
     def _tile_list(self, call: Call, values: Mapping[str, object], short_rows: int) -> Tensor:
         """Return what `tile_kernel` writes: once for the layers of a step that have one mask and
         as many rows of keys."""
-        packed, mask = _rows_of(call), call.mask
-        block_m, block_n = self._tiles.block_m, self._tiles.block_n
+        packed, mask, block_n = _rows_of(call), call.mask, self._tiles.block_n
         of_heads = mask is not None and mask.shape[1] > 1
         # A mask's identity is its own as long as it is kept.
-        key = "anyflex_cuda.tiles", id(mask), call.key.shape[2], short_rows, block_m, block_n
+        key = "anyflex_cuda.tiles", id(mask), call.key.shape[2], short_rows, block_n
 
         def make() -> tuple[Tensor, MaskViews | None]:
             rows = packed.blocks.shape[0]
-            words = LIST_HEADER.value + rows * (_BLOCK // block_m) * TILE_WORDS.value
+            words = LIST_HEADER.value + rows * TILE_WORDS.value
             tiles = torch.empty(words, dtype=torch.int32, device=call.query.device)
             constants = {
                 "OF_HEADS": of_heads, "KV_BLOCK": self._made.spec.block_size[1],
-                "BLOCK_M": block_m, "BLOCK_N": block_n,
+                "BLOCK_N": block_n,
             }  # fmt: skip
             lists = self._lists.get((tiles.device, of_heads))
             if lists is None:
@@ -184,8 +183,7 @@ class PackedForward:
 
     def _grid(self, call: Call) -> tuple[int, int]:
         """Return the number of tiles that a call may have, and the number of programs."""
-        blocks = _rows_of(call).blocks.shape[0] * (_BLOCK // self._tiles.block_m)
-        items = blocks * call.query.shape[1]
+        items = _rows_of(call).blocks.shape[0] * call.query.shape[1]
         return items, min(items, forward_call.cores(call.query.device))
 
 
@@ -198,6 +196,8 @@ def _refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     """Return why no packed call of a spec takes Hopper's forward, or None."""
     if spec.page_size % _PAGE_MULTIPLE:
         return f"pages of {spec.page_size} rows, which aren't a multiple of {_PAGE_MULTIPLE}"
+    if tiles.block_m != _BLOCK:
+        return f"tiles of {tiles.block_m} query rows, where blocks have {_BLOCK}"
     if spec.kv_storage != "plain":
         return f"keys and values stored as {spec.kv_storage}"
     return refused_spec(spec, tiles)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from anyflex_cuda.decode_steps import list_runs, share_of
-from anyflex_triton.device_functions import mask_row, record
+from anyflex_triton.device_functions import line_of_sequence, mask_row, record
 
 __all__ = [
     "COUNTS",
@@ -79,9 +79,7 @@ def rows_of_sequence(sequences, s, total_rows):
 @triton.jit
 def key_places(sequences, s, PAGE: tl.constexpr):
     """Return the `KeyPlaces` of a sequence, or of several."""
-    kv_lengths, kv_offsets, table, table_rows = (
-        sequences[3], sequences[5], sequences[6], sequences[7],
-    )
+    kv_lengths, kv_offsets, table = sequences[3], sequences[5], sequences[6]
     most_keys, size = sequences[10], sequences[11]
     length = tl.minimum(tl.load(kv_lengths + s), most_keys)
     if PAGE == 0:
@@ -89,12 +87,8 @@ def key_places(sequences, s, PAGE: tl.constexpr):
         length = tl.minimum(length, size - first_row)
         line = table
     else:
-        stride, height, named = sequences[12], sequences[13], sequences[14]
         first_row = 0
-        at = s
-        if named != 0:
-            at = tl.load(table_rows + s)
-        line = table + tl.minimum(tl.maximum(at, 0), height - 1) * stride
+        line = table + line_of_sequence(sequences, s) * sequences[12]
     return KeyPlaces(
         first_row=first_row, table=line, last_page=size - 1, length=tl.maximum(length, 0),
     )
@@ -253,13 +247,14 @@ def list_kernel(
     if (rows == 0) | (rows > most_rows):
         tl.store(counts + s, 0)
         return
-    # The sequence's one row of blocks is looked up, so that no number on the device leads behind
+    # The sequence's first row of blocks is looked up, so that no number on the device leads behind
     # the mask's last one.
     blocks, lanes, row = sequences[0], tl.arange(0, 256), -1
     for first in range(0, tiles, 256):
         at = first + lanes
         owner = tl.load(blocks + at * 2, mask=at < tiles, other=-1)
-        row = tl.maximum(row, tl.max(tl.where(owner == s, at, -1), 0))
+        number = tl.load(blocks + at * 2 + 1, mask=at < tiles, other=-1)
+        row = tl.maximum(row, tl.max(tl.where((owner == s) & (number == 0), at, -1), 0))
     run, last_run = 0, 0
     if row >= 0:
         run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row)

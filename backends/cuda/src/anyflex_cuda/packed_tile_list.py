@@ -69,20 +69,19 @@ def store_steps(
 def tile_kernel(
     offsets, ends, runs, mask_strides, sequences, tile_list, q_length, short_rows, rows,
     HAS_MASK: tl.constexpr, OF_HEADS: tl.constexpr, PAGE: tl.constexpr, KV_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Kernel of one program that lists tiles, those of the last rows of blocks first: a sequence's
-    last rows have the most keys under causal masks.
+    """Kernel of one program that lists tiles of PACKED_BLOCK query rows, those of the last rows of
+    blocks first: a sequence's last rows have the most keys under causal masks. A block without
+    rows has none, because TMA could load none of its queries.
 
     Args:
         offsets, ends, runs, mask_strides: as in `anyflex_triton.forward`.
-        tile_list: int32, LIST_HEADER words, and TILE_WORDS for each tile of `rows`.
+        tile_list: int32 [LIST_HEADER + rows * TILE_WORDS].
         short_rows: sequences with at most this many query rows have no tiles.
         rows: number of rows of blocks.
         OF_HEADS: whether each head has a mask of its own, and no steps are listed.
-        BLOCK_M: query rows of a tile.
     """
-    TILES: tl.constexpr = PACKED_BLOCK // BLOCK_M
     count = sequences[8]
     lanes = tl.arange(0, _LANES)
     before = 0
@@ -92,31 +91,30 @@ def tile_kernel(
         there = (owner >= 0) & (owner < count)
         begin = tl.load(sequences[1] + owner, mask=there, other=0)
         end = tl.load(sequences[1] + owner + 1, mask=there, other=0)
-        live = (owner == count) | (there & (end - begin > short_rows))
+        length = tl.minimum(end, q_length) - tl.maximum(begin, 0)
+        row = tl.maximum(row, 0)
+        tile = sequence_of_tile(sequences, row, q_length, PACKED_BLOCK, PAGE, PACKED_BLOCK)
+        live = (owner == count) | (there & (length > short_rows))
+        live = live & (tile.first_row < tile.end_row)
         ones = tl.where(live, 1, 0)
         rank = before + tl.cumsum(ones, 0) - 1
         before += tl.sum(ones, 0)
-        row = tl.maximum(row, 0)
-        for i in tl.static_range(TILES):
-            tile = sequence_of_tile(
-                sequences, row * TILES + (TILES - 1 - i), q_length, PACKED_BLOCK, PAGE, BLOCK_M,
+        place = tile_list + LIST_HEADER + rank * TILE_WORDS
+        tl.store(place, row, mask=live)
+        tl.store(place + 1, tile.owner, mask=live)
+        tl.store(place + 2, tile.first_row, mask=live)
+        tl.store(place + 3, tile.end_row, mask=live)
+        tl.store(place + 4, tile.b, mask=live)
+        tl.store(place + 5, tile.shift, mask=live)
+        tl.store(place + 6, lanes * 0 + tile.kv_begin, mask=live)
+        tl.store(place + 7, tile.kv_length, mask=live)
+        if PAGE > 0:
+            tl.store(place + 8, line_of_sequence(sequences, tile.owner), mask=live)
+        if not OF_HEADS:
+            run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row, HAS_MASK)
+            store_steps(
+                place, live, lanes * 0 + run, lanes * 0 + last_run, tile.kv_length, runs,
+                HAS_MASK, KV_BLOCK, BLOCK_N,
             )
-            place = tile_list + LIST_HEADER + (rank * TILES + i) * TILE_WORDS
-            tl.store(place, tile.row, mask=live)
-            tl.store(place + 1, tile.owner, mask=live)
-            tl.store(place + 2, tile.first_row, mask=live)
-            tl.store(place + 3, tile.end_row, mask=live)
-            tl.store(place + 4, tile.b, mask=live)
-            tl.store(place + 5, tile.shift, mask=live)
-            tl.store(place + 6, lanes * 0 + tile.kv_begin, mask=live)
-            tl.store(place + 7, tile.kv_length, mask=live)
-            if PAGE > 0:
-                tl.store(place + 8, line_of_sequence(sequences, tile.owner), mask=live)
-            if not OF_HEADS:
-                run, last_run = mask_row(offsets, ends, mask_strides, 0, 0, row, HAS_MASK)
-                store_steps(
-                    place, live, lanes * 0 + run, lanes * 0 + last_run, tile.kv_length, runs,
-                    HAS_MASK, KV_BLOCK, BLOCK_N,
-                )
-    tl.store(tile_list, before * TILES)
+    tl.store(tile_list, before)
     tl.store(tile_list + 1, 0 if OF_HEADS else 1)
