@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 
 from anyflex.plugin import ArgumentError
-from anyflex_triton import ReadyKernels, compiling_for, write_ready_kernels
+from anyflex_triton import ReadyKernels, compiling_for, ready_kernels, write_ready_kernels
 from anyflex_triton.absent_gpu import in_force
 
 KERNELS = {"kernel-b.zip": b"b" * 1000, "kernel-a.zip": b"a"}
@@ -69,3 +71,14 @@ def test_kernels_are_compiled_ahead_for_architectures_of_nvidia_s(arch: str) -> 
     ):
         pass
     assert in_force() is None
+
+
+def test_a_python_without_lzma_has_the_kernels_that_it_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    given = importlib.util.spec_from_file_location("without_lzma", ready_kernels.__file__)
+    assert given is not None and given.loader is not None
+    module = importlib.util.module_from_spec(given)
+    given.loader.exec_module(module)
+    assert module.ReadyKernels(Path("nowhere.zip"), "").get("kernel") is None

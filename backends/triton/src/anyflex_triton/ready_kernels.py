@@ -9,7 +9,6 @@ compile their kernels.
 from __future__ import annotations
 
 import logging
-import lzma
 import os
 import zipfile
 from collections.abc import Mapping
@@ -17,9 +16,15 @@ from pathlib import Path
 
 __all__ = ["ReadyKernels", "write_ready_kernels"]
 
-_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, lzma.LZMAError, zipfile.BadZipFile)
-"""Exceptions that zipfile raises for a missing or damaged file; NotImplementedError, of a Python
-without lzma, is a RuntimeError."""
+_OF_LZMA: tuple[type[Exception], ...]
+try:
+    import lzma
+except ImportError:  # zipfile raises a RuntimeError there
+    _OF_LZMA = ()
+else:
+    _OF_LZMA = (lzma.LZMAError,)
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, *_OF_LZMA)
+"""Exceptions that zipfile raises for a missing or damaged file."""
 _log = logging.getLogger(__name__)
 
 
