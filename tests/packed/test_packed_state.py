@@ -52,15 +52,16 @@ def test_a_step_follows_numbers_that_were_written_since_the_last() -> None:
         ("slots", (0, 2), "page_table must have a row for each slot, got 2 rows and slot 2"),
     ],
 )
+@pytest.mark.parametrize("begun", [False, True])
 def test_numbers_beyond_the_bounds_are_refused_by_the_next_step(
-    name: str, numbers: tuple[int, ...], told: str
+    name: str, numbers: tuple[int, ...], told: str, begun: bool
 ) -> None:
     batch = anyflex.Packed(
         int32(0, 2, 3), int32(7, 9), page_table=TABLE.expand(2, 6), slots=int32(1, 0), max_q=2,
         max_kv=24,
     )  # fmt: skip
-    batch.begin()
-    batch.begin()
+    if begun:
+        batch.begin()
     getattr(batch, name).copy_(int32(*numbers))
     with pytest.raises(anyflex.ArgumentError, match=told):
         batch.begin()

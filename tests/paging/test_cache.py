@@ -218,3 +218,13 @@ def test_pools_made_in_inference_mode_are_written_outside_of_it() -> None:
     step = cache.step([(cache.open(), 1)])
     assert step is not None
     cache.append(step, 0, torch.zeros(1, KV_HEADS, DIM), torch.zeros(1, KV_HEADS, VALUE_DIM))
+
+
+def test_a_step_outside_of_inference_mode_may_follow_one_inside() -> None:
+    cache = made(4)
+    slot = cache.open()
+    with torch.inference_mode():
+        cache.step([(slot, 1)])
+    cache.step([(slot, 1)])
+    cache.step([(slot, 1)])
+    assert cache.length(slot) == 3

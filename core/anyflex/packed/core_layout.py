@@ -64,8 +64,9 @@ def in_core_layout(
         raise GraphCaptureError(
             "flex_attention_packed: a device graph is being captured, and no backend takes this "
             "call's packed sequences as they are: the blocks of a dense call's mask would be "
-            "found on the host. Capture calls without gradients, outside of autocast, on a "
-            "backend that declares packed sequences, or leave this call out of the graph."
+            "found on the host. Capture calls without gradients, outside of autocast, with "
+            "sequences and keys, on a backend that declares packed sequences, or leave this call "
+            "out of the graph."
         )
     if batch_invariant and 0 not in (packed.sequences, *key.shape):
         fail(

@@ -131,7 +131,6 @@ class Packed:
             check_values(q_offsets, self.kv_offsets, self.kv_lengths, page_table, slots)
         self.max_q = bound_of("max_q", max_q, q_offsets.diff())
         self.max_kv = bound_of("max_kv", max_kv, self.kv_lengths)
-        self._begun = False
 
     @classmethod
     def with_capacity(
@@ -246,20 +245,18 @@ class Packed:
         """Return the step of one forward pass, which keeps what its layers share.
 
         Raises:
-            ArgumentError: on a CPU, from the second step on: numbers that were written since are
-                wrong, or exceed max_q or max_kv. Elsewhere nothing waits for them: if q_offsets
-                are wrong or a sequence has more than max_q rows, all rows are padding rows, and
-                no more than max_kv keys are read.
+            ArgumentError: on a CPU numbers that were written since the batch was made are wrong,
+                or exceed max_q or max_kv. Elsewhere nothing waits for them: kernels that take
+                packed sequences as they are read no more than max_kv keys, and if q_offsets are
+                wrong or a sequence has more than max_q rows, all rows are padding rows.
         """
         self._derive()
         if self.device.type == "cpu" and not in_graph():
-            if self._begun:
-                self._check_written()
-            self._begun = True
+            self._check_written()
         return Step(self)
 
     def _check_written(self) -> None:
-        """Check numbers that the batch's owner may have written since the last step."""
+        """Check numbers that the batch's owner may have written since it was made."""
         if self.known is not None or self._staged is not None:  # our own code writes them
             return
         check_values(

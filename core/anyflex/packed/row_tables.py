@@ -33,7 +33,8 @@ class RowTables(NamedTuple):
 
 
 def row_owners(packed: Packed, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of query rows, int32 [T], and of their sequences; N for padding rows."""
+    """Return the numbers of query rows, int32 [T], and of their sequences; N for padding rows, and
+    -1 for rows before the first sequence's, where a device's numbers are wrong."""
     row = torch.arange(rows, dtype=torch.int32, device=packed.device)
     # All offsets, because Inductor of torch 2.11 reads a slice's boundaries from its base's first
     # element on, where it compiles for GPUs.

@@ -49,6 +49,6 @@ def decoding_places(packed: Packed, tokens: int, page_size: int) -> tuple[Tensor
 def _positions(packed: Packed, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return of each row its sequence's number, its position, and whether it has a sequence."""
     row, owner = row_owners(packed, tokens)
-    owned = owner < packed.sequences
-    owner = owner.clamp(max=packed.sequences - 1)
+    owned = (owner >= 0) & (owner < packed.sequences)
+    owner = owner.clamp(0, packed.sequences - 1)
     return owner, packed.q_starts[owner] + (row - packed.q_offsets[owner]), owned

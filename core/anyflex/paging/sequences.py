@@ -42,13 +42,15 @@ class Buffers:
 
     def __init__(self, count: int, staged: tuple[Tensor, Tensor]) -> None:
         self.starts, self.lengths = (part[:count] for part in staged)
-        self.rooms = torch.empty(count, dtype=torch.int32)
         self.crowded = bytearray(count)
-        self.crowded_tensor = (
-            torch.frombuffer(self.crowded, dtype=torch.bool)
-            if count
-            else torch.empty(0, dtype=torch.bool)
-        )
+        # Tensors that are made in inference mode can't be written outside of it.
+        with torch.inference_mode(False):
+            self.rooms = torch.empty(count, dtype=torch.int32)
+            self.crowded_tensor = (
+                torch.frombuffer(self.crowded, dtype=torch.bool)
+                if count
+                else torch.empty(0, dtype=torch.bool)
+            )
 
 
 class Request(NamedTuple):
