@@ -59,6 +59,18 @@ def test_a_compiled_forward_builds_its_mask_once_for_all_layers() -> None:
     assert called.count("anyflex.block_mask.default") == 1
 
 
+def test_a_training_forward_without_a_mask_compiles_whole() -> None:
+    ours, eager = pair(by_name("Llama"), "compiles")
+    tokens = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(4))
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    for positions in (None, torch.tensor([[0, 1, 2, 0, 1, 2, 3]])):
+        given = {"use_cache": False, "position_ids": positions}
+        found, wanted = (model(tokens, **given).logits for model in (compiled, eager))
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.compiler.reset()
+
+
 def test_a_plain_causal_mask_is_built_once_for_all_steps(built: list[Any]) -> None:
     family = by_name("Llama")
     ours, _ = pair(family)

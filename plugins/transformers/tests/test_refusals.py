@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import accumulate
 from typing import Any
 
 import anyflex_transformers
@@ -47,14 +48,17 @@ def test_offsets_of_sequences_beside_a_mask_that_does_not_know_them_are_refused(
         attention(layer(), *tensors(), mask, cu_seq_lens_q=offsets)
 
 
-def test_offsets_of_sequences_are_taken_beside_a_mask_that_was_made_of_positions() -> None:
+@pytest.mark.parametrize("lengths", [(3, 4), (7,)])
+def test_offsets_of_sequences_are_taken_beside_a_mask_that_was_made_of_positions(
+    lengths: tuple[int, ...],
+) -> None:
     ours, eager = pair(by_name("Llama"))
     tokens = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(4))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     given = {"position_ids": positions, "use_cache": False}
     found = ours(tokens, **given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).logits
-    apart = [eager(part, use_cache=False).logits for part in tokens.split((3, 4), 1)]
+    apart = [eager(part, use_cache=False).logits for part in tokens.split(lengths, 1)]
     torch.testing.assert_close(found, torch.cat(apart, 1), atol=1e-4, rtol=1e-4)
 
 

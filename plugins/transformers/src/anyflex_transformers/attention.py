@@ -87,7 +87,7 @@ def attention(
     rows, keys = query.shape[2], key.shape[2]
     given: Any = attention_mask
     if given is not None and cu_seq_lens_q is not None:
-        _check_knows_sequences(module, given)
+        _check_knows_sequences(module, given, cu_seq_lens_q)
     elif cu_seq_lens_q is not None:
         _refuse_packed(module, dropout, position_bias)
         out = packed_attention(
@@ -145,8 +145,9 @@ def _refuse_packed(module: torch.nn.Module, dropout: float, position_bias: Tenso
             )
 
 
-def _check_knows_sequences(module: torch.nn.Module, mask: Any) -> None:
-    if isinstance(mask, Carrier) and mask.documents:
+def _check_knows_sequences(module: torch.nn.Module, mask: Any, offsets: Tensor) -> None:
+    # One sequence needs no mask of documents, and transformers makes none for it.
+    if isinstance(mask, Carrier) and (mask.documents or offsets.shape[0] == 2):
         return
     raise anyflex.ArgumentError(
         f"{type(module).__name__} calls attention with cu_seq_lens_q, sequences packed into one "

@@ -31,7 +31,8 @@ class Carrier(TorchBlockMask):
         shape: (B, 1, Q_LEN, KV_LEN).
         seen: number of keys, a 0-d tensor on the device of attention, or None.
         count: the same number where the host has read it, else None.
-        documents: whether the mask keeps documents apart that are packed into one row.
+        documents: whether the mask keeps documents apart that are packed into one row; True in a
+            program that is traced, where that isn't known.
     """
 
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)

@@ -75,7 +75,8 @@ def mask(
         in_graph = anyflex.create_block_mask(
             function, batch_size, None, q_length, kv_length, device
         )
-        return Carrier(in_graph, shape, documents=keeps_documents_apart(mask_function))
+        # Dynamo reads no closure of a function that was made in the graph: it isn't looked for.
+        return Carrier(in_graph, shape, documents=True)
     first = int(q_offset)
     if padding is None and causal:
         return causal_mask(batch_size, q_length, kv_length, first - kv_offset, device)
