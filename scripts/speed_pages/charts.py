@@ -119,8 +119,10 @@ def gpu_first_calls() -> str:
 
 
 def serving_ratios() -> str:
-    """Draw decoding and prefill of packed sequences beside the fastest peer and dense decoding."""
-    origin, rows = results.serving_rows("h200_serving.json")
+    """Draw causal decoding and prefill of packed sequences beside the fastest peer and dense
+    decoding."""
+    origin, every = results.serving_rows("h200_serving.json")
+    rows = [row for row in every if row.group not in ("mods", "quantised")]
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         series = {"beside dense decoding": row.ratios.get("cuda, dense")}
