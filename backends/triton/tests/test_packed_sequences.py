@@ -173,9 +173,9 @@ def compare(found: Any, expected: tuple[Tensor, ...], tolerance: float) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, batch: anyflex.Packed, mods: tuple[Any, Any]) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, step: Any, mods: tuple[Any, Any]) -> Any:
     return anyflex.flex_attention_packed(
-        q, k, v, batch.begin(), *mods, enable_gqa=True, return_aux=BOTH, backend="cuda.mine"
+        q, k, v, step, *mods, enable_gqa=True, return_aux=BOTH, backend="cuda.mine"
     )
 
 
@@ -184,7 +184,7 @@ def packed_keys(mods: tuple[Any, Any], q_lengths: list[int] = Q_LENGTHS) -> None
     # Rows past the last sequence's keys are padding.
     k, v = (torch.cat([t, torch.full_like(t[:3], torch.nan)]) for t in (k, v))
     batch = anyflex.Packed(offsets(q_lengths), kv_offsets=offsets(KV_LENGTHS), slots=int32(SLOTS))
-    compare(attend(q, k, v, batch, mods), wanted(q, k, v, mods, q_lengths), 2e-5)
+    compare(attend(q, k, v, batch.begin(), mods), wanted(q, k, v, mods, q_lengths), 2e-5)
 
 
 @pytest.mark.usefixtures("on_device")
@@ -212,9 +212,7 @@ def test_a_batch_that_breaks_its_bounds_has_dead_rows(name: str, most: int) -> N
         batch = anyflex.Packed(sound.clone(), kv_offsets=int32([0, 4, 9]), max_q=most)
         step = batch.begin()
         batch.q_offsets.copy_(int32(broken))
-        out, aux = anyflex.flex_attention_packed(
-            q, k, v, step, *MODS[name], enable_gqa=True, return_aux=BOTH, backend="cuda.mine"
-        )
+        out, aux = attend(q, k, v, step, MODS[name])
         assert (out == 0).all() and (aux.lse == -torch.inf).all()
         assert (aux.max_scores == -torch.inf).all()
 
@@ -234,8 +232,9 @@ def test_positions_before_the_first_key_wrap_in_tables(gpu: list[str]) -> None:
 
     q, k, v = drawn(4, 2, 16, seed=1), drawn(2, 1, 16, seed=2), drawn(2, 1, 16, seed=3)
     batch = anyflex.Packed(int32([0, 4]), kv_offsets=int32([0, 2]), slots=int32([1]))
+    step = batch.begin()
     batch.slots.fill_(-2)
-    _, aux = attend(q, k, v, batch, (by_row, None))
+    _, aux = attend(q, k, v, step, (by_row, None))
     scores = torch.einsum("qhd,kd->qhk", q.double(), k[:, 0].double()) / 4
     lse = scores.logsumexp(-1) + table[-2, torch.tensor([-2, -1, 0, 1])][:, None]
     torch.testing.assert_close(aux.lse.double(), lse, rtol=0, atol=2e-5)
@@ -277,7 +276,7 @@ def test_pages(name: str, page: int, q_lengths: list[int], gpu: list[str]) -> No
     batch = anyflex.Packed(
         offsets(q_lengths), int32(KV_LENGTHS), page_table=table, slots=int32(SLOTS)
     )
-    compare(attend(q, k, v, batch, MODS[name]), expected, 2e-5)
+    compare(attend(q, k, v, batch.begin(), MODS[name]), expected, 2e-5)
     assert gpu == ["decode" if q_lengths is FEW else "prefill"]
 
 
