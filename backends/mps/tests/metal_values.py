@@ -15,6 +15,7 @@ from anyflex_mps.mods import (
     Sums,
     captured_arguments,
     captured_buffers,
+    changes_gradients,
     mods_source,
     row_sum_count,
     total_arguments,
@@ -163,7 +164,6 @@ class ModCase:
 
     def source(self, sums: Sums) -> str:
         spec, by_row = self.spec, self.in_row > 1
-        source = mods_source(spec, sums=sums, by_row=by_row)
         columns = [f"places[pair + {i * self.count}]" for i in range(4)]
         call, totals = ", ".join(columns) + captured_arguments(spec), total_arguments(spec, sums)
         lines = [
@@ -175,10 +175,10 @@ class ModCase:
             lines.append(f"out[pair + {self.count}] = mask_mod({call}) ? 1.0f : 0.0f;")
         if spec.score_graph is not None:
             slope = f"score_mod_backward(grads[pair], scores[pair], {call})"
-            slope = slope if "score_mod_backward(" in source else "grads[pair]"
+            slope = slope if changes_gradients(spec) else "grads[pair]"
             lines.append(f"out[pair + {2 * self.count}] = {slope};")
         sums_given = ", row_sums" if by_row else ""
-        if "captured_gradients(" in source:
+        if self.learned:
             given = f"grads[pair], scores[pair], lives[pair] != 0, {call}"
             lines.append(f"captured_gradients({given}{totals}{sums_given});")
         lines.append("}")
@@ -192,6 +192,7 @@ class ModCase:
         buffers += ["device const float* grads", "device const uchar* lives"]
         buffers += ["device const int* places"]
         buffers += [*captured_buffers(spec), *total_buffers(spec, sums)]
+        source = mods_source(spec, "\n".join(lines), sums=sums, by_row=by_row)
         return f"{HEADER}{source}\n{_kernel('pairs', buffers, lines)}"
 
     def _run(self, sums: Sums, order: Tensor, totals: Sequence[Tensor]) -> Tensor:

@@ -154,10 +154,11 @@ def test_positions_and_slots_of_packed_sequences_may_be_any_int() -> None:
     graph = parse_graph("input i64 - q_idx;input i64 - b;sub i64 0,1 -;cast f32 2 -;=3")
     dense = Spec("mps", "apple9", torch.float16, 16, 16, score_graph=graph)
     packed = replace(dense, q_layout="packed", kv_layout="packed")
-    assert "const int v0 = q_idx - b;" in mods_source(dense)
-    assert "const long v0 = " not in mods_source(dense)
-    assert re.search(r"const long v\d+ = .*\(ulong\)", mods_source(packed)) is None
-    assert re.search(r"const long v\d+ = v\d+ - v\d+;", mods_source(packed))
+    of_dense, of_packed = (mods_source(spec, "score_mod()") for spec in (dense, packed))
+    assert "const int v0 = q_idx - b;" in of_dense
+    assert "const long v0 = " not in of_dense
+    assert re.search(r"const long v\d+ = .*\(ulong\)", of_packed) is None
+    assert re.search(r"const long v\d+ = v\d+ - v\d+;", of_packed)
 
 
 SIZES = [
@@ -207,4 +208,5 @@ def test_an_index_is_int_where_no_length_makes_it_longer(
     graph = parse_graph(f"input i64 - q_idx;const i64 - {factor};mul i64 0,1 -;cast f32 2 -;=3")
     spec = Spec("mps", "apple9", torch.float16, 16, 16, score_graph=graph, index_width=index_width)
     assert (LONGEST - 1) * 16 < 1 << 31 < (LONGEST - 1) * 17
-    assert re.search(rf"const {type_} v\d+ = (\w+) \* (\w+);", mods_source(spec))
+    text = mods_source(spec, "score_mod()")
+    assert re.search(rf"const {type_} v\d+ = (\w+) \* (\w+);", text)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,7 +86,20 @@ def test_specs_are_taken_and_cover_dtypes_and_kernels() -> None:
     assert names == {
         "forward", "forward_matmul", "decode", "combine", "rows", "keys", "queries", "totals"
     }  # fmt: skip
-    assert mods_source(SPECS["learned-half-80x48"])
+    assert mods_source(SPECS["learned-half-80x48"], "score_mod()")
+
+
+def test_a_text_declares_only_buffers_that_it_reads_and_functions_that_it_calls() -> None:
+    for name, text in TEXTS.items():
+        words = Counter(re.findall(r"\w+", text))
+        declared = re.findall(r"(\w+) \[\[buffer\(", text)
+        declared += re.findall(r"^static inline [^(]* (\w+)\(", text, re.MULTILINE)
+        assert [each for each in declared if words[each] == 1] == [], name
+    spec = replace(SPECS["learned-half-64x64"], q_class="short")
+    buffers = {shader.name: shader.buffers for shader in shaders_of(spec)}
+    assert buffers["combine"] == ("partial_out", "partial_sums", "out", "rest", "tops", "lse", "P")
+    assert buffers["rows"] == ("rows", "delta", "lse", "P")
+    assert buffers["forward"][-4:] == ("t0", "t1", "P", "F")
 
 
 def test_equal_texts_are_written_once() -> None:

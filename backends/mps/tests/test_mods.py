@@ -183,7 +183,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def test_a_rows_sum_takes_one_atomic_addition() -> None:
-    by_row = mods_source(spec_of(parse_graph(BY_ROW), None, [torch.zeros(3)], [0]), by_row=True)
+    spec = spec_of(parse_graph(BY_ROW), None, [torch.zeros(3)], [0])
+    by_row = mods_source(spec, "captured_gradients()", by_row=True)
     pair, row = by_row.split("void captured_row_gradients")
     assert "op_add_float(g0" not in pair and row.count("op_add_float(g0") == 1
 
@@ -338,10 +339,11 @@ def test_mods_keep_the_rules_of_metal_source(name: str) -> None:
 
 
 def test_a_mod_that_adds_has_no_backward_and_plain_calls_have_no_mods() -> None:
-    source = mods_source(spec_of(parse_graph(BY_ROW), captured=[torch.zeros(3)]))
+    case = ModCase(pairs(), parse_graph(BY_ROW), captured=[torch.zeros(3)])
+    source = case.source("floats")
     assert "float score_mod(" in source and "score_mod_backward" not in source
     assert "mask_mod" not in source and "captured_gradients" not in source
-    assert mods_source(spec_of()) == ""
+    assert mods_source(spec_of(), "") == ""
 
 
 def test_parameters_name_each_captured_tensor_by_its_stored_type() -> None:
@@ -371,7 +373,7 @@ def test_additions_whose_place_no_key_decides_are_summed_by_row(name: str, of_ro
 def test_scores_are_multiplied_by_the_reciprocal_of_a_tiles_number(divisor: str) -> None:
     graph = parse_graph(f"input i64 - h;{divisor};input f32 - score;truediv f32 2,1 -;=3")
     captured = [torch.full((4,), 30.0)]
-    text = mods_source(spec_of(graph, None, captured, []))
+    text = mods_source(spec_of(graph, None, captured, []), "score_mod()")
     assert re.search(r"(v\d+) = 1\.0f / \w+;\n.* = score \* \1;", text)
     case = ModCase(pairs(), graph, captured=captured, floats=[30.0])
     found, *_ = case.run()
@@ -384,7 +386,7 @@ def test_quotients_of_indices_are_exact_where_a_step_follows() -> None:
     graph = parse_graph(
         f"{number}input f32 - score;const f32 - 0.0;mul f32 5,6 -;add f32 4,7 -;=8"
     )
-    assert "1.0f /" not in mods_source(spec_of(graph))
+    assert "1.0f /" not in mods_source(spec_of(graph), "score_mod()")
     for divisor in (3.0, 7.0, 11.0, 13.0):
         case = ModCase(pairs(), graph, floats=[divisor])
         found, *_ = case.run()
@@ -404,4 +406,4 @@ def test_quotients_of_scores_are_exact_where_a_step_follows(step: str, divisor: 
 
 def test_a_score_is_divided_by_what_differs_within_a_tile() -> None:
     graph = parse_graph("input f32 - score;input i64 - kv_idx;load f32 1 0;truediv f32 0,2 -;=3")
-    assert "1.0f /" not in mods_source(spec_of(graph, None, [torch.ones(80)], []))
+    assert "1.0f /" not in mods_source(spec_of(graph, None, [torch.ones(80)], []), "score_mod()")

@@ -148,7 +148,7 @@ def decode_shader(spec: Spec, tile: Tile, packed: int) -> Shader:
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value")]
     buffers += [*sequence_buffers(spec), *mask_buffers(spec)]
     buffers += ["device float* partial_out", "device float* partial_sums"]
-    functions = mods_source(spec) + load_rows_text(spec, tile.threads)
+    functions = mods_source(spec, body) + load_rows_text(spec, body, tile.threads)
     return kernel_text("decode", spec, buffers, functions, body, tile.threads)
 
 

@@ -102,7 +102,7 @@ def forward_shader(spec: Spec) -> Shader:
     )
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value")]
     buffers += [*sequence_buffers(spec), *mask_buffers(spec), *output_buffers(spec)]
-    functions = mods_source(spec) + load_rows_text(spec, tile.threads)
+    functions = mods_source(spec, body) + load_rows_text(spec, body, tile.threads)
     return kernel_text("forward", spec, buffers, functions, body, tile.threads)
 
 

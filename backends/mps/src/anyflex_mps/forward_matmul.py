@@ -256,7 +256,7 @@ def forward_matmul_shader(spec: Spec) -> Shader:
     )
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value")]
     buffers += [*mask_buffers(spec), *output_buffers(spec)]
-    functions = USING + mods_source(spec) + load_rows_text(spec, threads)
+    functions = USING + mods_source(spec, body) + load_rows_text(spec, body, threads)
     return kernel_text(
         "forward_matmul", spec, buffers, functions, body, threads, includes=INCLUDES
     )

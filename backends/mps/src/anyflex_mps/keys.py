@@ -189,7 +189,7 @@ def keys_shader(spec: Spec) -> Shader:
     buffers = [f"device const {type_}* {name}" for name in ("query", "key", "value", "dout")]
     buffers += ["device const float* rows", *mask_buffers(spec)]
     buffers += [f"device {type_}* d{name}" for name in "kv" if name in spec.gradients]
-    functions = mods_source(spec) + load_rows_text(spec, tile.threads)
+    functions = mods_source(spec, body) + load_rows_text(spec, body, tile.threads)
     return kernel_text("keys", spec, buffers, functions, body, tile.threads)
 
 

@@ -123,7 +123,7 @@ def broken_products(kernel: Any, dtype: torch.dtype, device: torch.device) -> li
     )
     operands = [each.to(device, dtype) for each in (a, b, p, v)]
     kernel(
-        product, sum_, *operands, [0], [float(_START)],
+        product, sum_, *operands, [float(_START)],
         threads=[_THREADS, 1, 1], group_size=[_THREADS, 1, 1],
     )  # fmt: skip
     broken = []

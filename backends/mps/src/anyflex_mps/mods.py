@@ -8,6 +8,7 @@ the call's floats.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -244,11 +245,16 @@ def sums_by_key(spec: Spec) -> bool:
 
 
 def mods_source(
-    spec: Spec, *, sums: Sums = "floats", by_row: bool = False, by_key: bool = False
+    spec: Spec,
+    body: str,
+    *,
+    sums: Sums = "floats",
+    by_row: bool = False,
+    by_key: bool = False,
 ) -> str:
-    """Return the text of those of the functions below that `spec` needs, after the functions of
-    `operations` that they call. ``CAPTURED`` stands for `captured_parameters`, ``TOTALS`` for
-    `total_parameters`.
+    """Return the text of those of the functions below that `spec` has and `body`, a kernel's
+    statements, calls, after the functions of `operations` that they call. ``CAPTURED`` stands for
+    `captured_parameters`, ``TOTALS`` for `total_parameters`.
 
     ``float score_mod(float score, int b, int h, int q_idx, int kv_idx CAPTURED)``
         Returns the new score.
@@ -267,23 +273,23 @@ def mods_source(
         Adds the sums of a row, or of a part of it, to the accumulators. Present where `by_row`: a
         kernel that walks along rows makes one atomic addition a row, and not one a pair.
     """
-    functions = []
-    if spec.score_graph is not None:
+    functions, called = [], set(re.findall(r"\w+(?=\()", body))
+    if spec.score_graph is not None and "score_mod" in called:
         graph = simplify(spec.score_graph)
         functions.append(
             _mod_function(spec, "score_mod", graph.nodes, graph.output, "float score, ", "float")
         )
-        slope = _derivative(spec) if spec.needs_backward else None
-        if slope is not None and changes_gradients(spec):
-            given = "float grad, float score, "
+    if called & {"score_mod_backward", "captured_gradients"}:
+        slope, given = _derivative(spec), "float grad, float score, "
+        if "score_mod_backward" in called:
             functions.append(
                 _mod_function(spec, "score_mod_backward", slope.nodes, slope.score, given, "float")
             )
-        if slope is not None and _learned(spec):
+        if "captured_gradients" in called:
             functions.append(_captured_gradients(spec, slope, sums, by_row, by_key))
-    if spec.mask_graph is not None:
+    if spec.mask_graph is not None and "mask_mod" in called:
         graph = simplify(spec.mask_graph)
         functions.append(_mod_function(spec, "mask_mod", graph.nodes, graph.output, "", "bool"))
     text = "\n".join(functions)
-    called = functions_for(text)
-    return f"{called}\n{text}" if called else text
+    operations = functions_for(text)
+    return f"{operations}\n{text}" if operations else text

@@ -170,8 +170,8 @@ if (row < end_row && c == 0)
         gradient=gradient_of_score(spec, captured),
         row_gradients=row_gradients,
     )
-    functions = mods_source(spec, sums=sums or "floats", by_row=row_sums > 0, by_key=by_key)
-    functions += load_rows_text(spec, tile.threads)
+    functions = mods_source(spec, body, sums=sums or "floats", by_row=row_sums > 0, by_key=by_key)
+    functions += load_rows_text(spec, body, tile.threads)
     return kernel_text("queries", spec, buffers, functions, body, tile.threads)
 
 

@@ -114,12 +114,14 @@ def kernel_text(
 
     Args:
         buffers: declarations of its own tensors, in order; captured tensors, ``P`` and ``F``
-            follow.
+            follow. The kernel declares those that `functions` or `body` name.
         functions: text of the functions that it calls.
         body: statements of the kernel.
         includes: of headers beyond those that all kernels have.
     """
-    declared = [*buffers, *captured_buffers(spec), "constant long* P", "constant float* F"]
+    known = [*buffers, *captured_buffers(spec), "constant long* P", "constant float* F"]
+    words = set(re.findall(r"\w+", functions + body))
+    declared = [each for each in known if each.split()[-1] in words]
     parameters = [f"{text} [[buffer({at})]]" for at, text in enumerate(declared)]
     signature = ",\n    ".join([*parameters, *_IDS])
     kernel = f"kernel void {name}(\n    {signature}) {{\n{indent(body, '  ')}}}\n"
@@ -190,9 +192,10 @@ static inline device const $type* row_in_pages(
 _PAGES = "\n    device const int* pages, int last_page, long page_stride,"
 
 
-def load_rows_text(spec: Spec, threads: int) -> str:
-    """Return ``load_rows``, by which a threadgroup stages rows, zeros past their end and past the
-    last column. ``finite_only`` stages zeros for what isn't finite, too.
+def load_rows_text(spec: Spec, body: str, threads: int) -> str:
+    """Return ``load_rows``, if `body`, a kernel's statements, calls it: by it a threadgroup stages
+    rows, zeros past their end and past the last column. ``finite_only`` stages zeros for what
+    isn't finite, too.
 
     Of keys in pages ``load_page_rows`` follows, which finds a row by its page, and before it
     ``row_in_pages``, where a key's row begins. Page ids are clamped into the pool."""
@@ -200,7 +203,8 @@ def load_rows_text(spec: Spec, threads: int) -> str:
     same = {"type": TYPES[spec.dtype], "index": index}
     column = f"({index})column * column_stride]"
     element = f"from[({index})row * row_stride + {column}"
-    text = fill(_LOAD_ROWS, **same, threads=threads, name="load_rows", pages="", element=element)
+    names = {"name": "load_rows", "pages": "", "element": element}
+    text = fill(_LOAD_ROWS, **same, threads=threads, **names) if "load_rows(" in body else ""
     if spec.page_size:
         text += fill(_ROW_IN_PAGES, **same, page_size=spec.page_size)
         element = f"row_in_pages(from, pages, last_page, page_stride, row_stride, row)[{column}"
