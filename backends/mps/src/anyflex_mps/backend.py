@@ -109,10 +109,12 @@ class MpsBackend(Backend):
         tried once."""
         self._self_test.check(dtype)
 
-    def check_matrix_units(self, dtype: torch.dtype) -> None:
-        """Raise ArgumentError where products on matrix units aren't as the option ``mpp`` needs
-        them; it is tried once."""
-        self._self_test.check_matrix_units(dtype)
+    def check_matrix_units(self, spec: Spec) -> None:
+        """Raise ArgumentError where the products that a spec's kernel makes on matrix units, by
+        the option ``mpp``, aren't right; those of equal sizes are tried once."""
+        from anyflex_mps.forward_matmul import products_of
+
+        self._self_test.check_matrix_units(spec.dtype, products_of(spec))
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the kernels' source; Metal compiles it at the first launch.
@@ -128,5 +130,5 @@ class MpsBackend(Backend):
             raise ArgumentError(reason)
         self.check_gpu(spec.dtype)
         if wants_mpp(spec):
-            self.check_matrix_units(spec.dtype)
+            self.check_matrix_units(spec)
         return MpsKernel(spec, Shaders(self.compile_shader()), self.cores())

@@ -25,8 +25,10 @@ from anyflex.plugin import (
     parse_graph,
     type_class,
 )
+from anyflex_mps.forward_matmul import products_of
 from anyflex_mps.inventory import shaders_of
 from anyflex_mps.matmul_test import matmul_test_shader
+from anyflex_mps.options import wants_mpp
 from anyflex_mps.self_test import self_test_shader
 from anyflex_mps.tensor_text import INCLUDES
 from anyflex_mps.text import TYPES
@@ -161,10 +163,10 @@ def texts_of(specs: Mapping[str, Spec]) -> dict[str, str]:
     named = []
     for dtype, type_ in TYPES.items():
         named.append((f"self_test-{type_}.metal", self_test_shader(dtype).text))
-        if dtype is not torch.float32:
-            text = matmul_test_shader(dtype).text
-            named.append((f"{METAL_4}/self_test-{type_}.metal", text))
     for name, spec in specs.items():
+        if wants_mpp(spec):
+            text = matmul_test_shader(spec.dtype, products_of(spec)).text
+            named.append((f"{METAL_4}/{name}-self_test.metal", text))
         for number, shader in enumerate(shaders_of(spec)):
             folder = f"{METAL_4}/" if INCLUDES in shader.text else ""
             named.append((f"{folder}{name}-{number}-{shader.name}.metal", shader.text))

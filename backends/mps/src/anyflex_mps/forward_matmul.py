@@ -8,6 +8,8 @@ their ends: what a product reads past a tensor is undefined.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from anyflex.plugin import Spec
 from anyflex_mps.arguments import place
 from anyflex_mps.forward import (
@@ -45,11 +47,20 @@ from anyflex_mps.text import (
 )
 from anyflex_mps.tiles import BYTES
 
-__all__ = ["ROWS", "forward_matmul_shader", "keys_of_step", "threadgroup_bytes"]
+__all__ = [
+    "ROWS",
+    "SIMDGROUPS",
+    "Products",
+    "forward_matmul_shader",
+    "keys_of_step",
+    "products_of",
+    "threadgroup_bytes",
+]
 
 ROWS = 32
 """Query rows of a threadgroup."""
-_SIMDGROUPS = ROWS // 8
+SIMDGROUPS = ROWS // 8
+"""Simdgroups of a threadgroup, which run a product together."""
 
 
 def _width(dim: int) -> int:
@@ -60,12 +71,26 @@ def _width(dim: int) -> int:
 def _bytes(spec: Spec, step: int) -> int:
     width, value_width = _width(spec.head_dim), _width(spec.value_head_dim)
     staged = ROWS * width + step * max(width, value_width) + ROWS * step
-    return staged * spec.dtype.itemsize + 4 * (ROWS * step + 2 * ROWS + _SIMDGROUPS)
+    return staged * spec.dtype.itemsize + 4 * (ROWS * step + 2 * ROWS + SIMDGROUPS)
 
 
 def keys_of_step(spec: Spec) -> int:
     """Return the keys of a step: as many as threadgroup memory holds."""
     return next(step for step in (32, 16) if _bytes(spec, step) <= BYTES)
+
+
+class Products(NamedTuple):
+    """Sizes of a kernel's products: of queries [ROWS, depth] and keys [keys, depth], and of
+    weights [ROWS, keys] and values [keys, columns]."""
+
+    keys: int
+    depth: int
+    columns: int
+
+
+def products_of(spec: Spec) -> Products:
+    """Return the sizes of the products, head dims padded."""
+    return Products(keys_of_step(spec), _width(spec.head_dim), _width(spec.value_head_dim))
 
 
 def threadgroup_bytes(spec: Spec) -> int:
@@ -199,8 +224,8 @@ if (q_row < end_row && column < $dim) {
 def forward_matmul_shader(spec: Spec) -> Shader:
     """Return the kernel; a threadgroup is `ROWS` rows of a head. Grid and buffers are those of
     `forward.forward_shader`; the dtype is one of `DTYPES`."""
-    step, threads, type_ = keys_of_step(spec), 32 * _SIMDGROUPS, TYPES[spec.dtype]
-    width, value_width = _width(spec.head_dim), _width(spec.value_head_dim)
+    step, width, value_width = products_of(spec)
+    threads, type_ = 32 * SIMDGROUPS, TYPES[spec.dtype]
     arguments = mod_arguments(spec)
     scored, masked = spec.score_graph is not None, spec.mask_graph is not None
     body = fill(
@@ -209,7 +234,7 @@ def forward_matmul_shader(spec: Spec) -> Shader:
         rows=ROWS,
         step=step,
         elements=step // 4,
-        simdgroups=_SIMDGROUPS,
+        simdgroups=SIMDGROUPS,
         query_size=ROWS * width,
         kv_size=step * max(width, value_width),
         weights_size=ROWS * step,
@@ -247,7 +272,7 @@ def forward_matmul_shader(spec: Spec) -> Shader:
         rescale=each_element("acc", "acc[i] *= factors[tile_row];"),
         add_nonfinite=each_element("acc", _nonfinite_values(spec)),
         any_nonfinite=any_of_group(
-            each_element("acc", "own = own || !isfinite(acc[i]);"), _SIMDGROUPS
+            each_element("acc", "own = own || !isfinite(acc[i]);"), SIMDGROUPS
         ),
         sums_of_row=SUMS_OF_ROW,
         whole=whole_sum(spec),
@@ -264,8 +289,7 @@ def forward_matmul_shader(spec: Spec) -> Shader:
 
 def _tensors(spec: Spec) -> str:
     """Return the declarations of operands and products; keys and values share their memory."""
-    step, dtype = keys_of_step(spec), spec.dtype
-    width, value_width = _width(spec.head_dim), _width(spec.value_head_dim)
+    (step, width, value_width), dtype = products_of(spec), spec.dtype
     return "\n".join(
         [
             declared_rows(dtype, "queries", "q_rows", ROWS, width),
@@ -277,14 +301,14 @@ def _tensors(spec: Spec) -> str:
                 (ROWS, step, width),
                 transposed=True,
                 mode="multiply",
-                simdgroups=_SIMDGROUPS,
+                simdgroups=SIMDGROUPS,
             ),
             declared_product(
                 "add_values",
                 (ROWS, value_width, step),
                 transposed=False,
                 mode="multiply_accumulate",
-                simdgroups=_SIMDGROUPS,
+                simdgroups=SIMDGROUPS,
             ),
         ]
     )

@@ -1,4 +1,6 @@
-"""Self test of products on matrix units: the modes that `forward_matmul` uses, at two shapes.
+"""Self test of products on matrix units: those of a `forward_matmul` kernel, in its sizes.
+
+Users of other projects report units that are right at some sizes and wrong at others.
 
 All numbers are integers, so that no order of summation rounds, and sums need more bits than a
 float16, bfloat16 or TF32 number has: units that keep fewer than float32's are found.
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import Spec
+from anyflex_mps.forward_matmul import ROWS, SIMDGROUPS, Products
 from anyflex_mps.tensor_text import (
     INCLUDES,
     USING,
@@ -23,30 +26,29 @@ from anyflex_mps.text import TYPES, Shader, fill, kernel_text
 
 __all__ = ["broken_products", "matmul_test_shader"]
 
-_ROWS, _KEYS, _DEPTH, _COLUMNS = 32, 32, 64, 48
-_SIMDGROUPS = 4
-_THREADS = 32 * _SIMDGROUPS
+_THREADS = 32 * SIMDGROUPS
 _START = 2**20 + 1
 """A sum that a product is added to."""
 
 _KERNEL = """\
 threadgroup $type a_rows[$a_size];
-threadgroup $type b_rows[$b_size];
+threadgroup $type bv_rows[$bv_size];
 threadgroup $type p_rows[$p_size];
-threadgroup $type v_rows[$v_size];
 for (int i = (int)tid; i < $a_size; i += $threads)
   a_rows[i] = a[i];
 for (int i = (int)tid; i < $b_size; i += $threads)
-  b_rows[i] = b[i];
+  bv_rows[i] = b[i];
 for (int i = (int)tid; i < $p_size; i += $threads)
   p_rows[i] = p[i];
-for (int i = (int)tid; i < $v_size; i += $threads)
-  v_rows[i] = v[i];
 $tensors
 threadgroup_barrier(mem_flags::mem_threadgroup);
 auto s = multiply.get_destination_cooperative_tensor<
     decltype(left), decltype(turned), float>();
 multiply.run(left, turned, s);
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int i = (int)tid; i < $v_size; i += $threads)
+  bv_rows[i] = v[i];
+threadgroup_barrier(mem_flags::mem_threadgroup);
 auto acc = add.get_destination_cooperative_tensor<
     decltype(weights), decltype(values), float>();
 $start
@@ -57,49 +59,50 @@ $store_sum
 """
 
 
-def matmul_test_shader(dtype: torch.dtype) -> Shader:
+def matmul_test_shader(dtype: torch.dtype, products: Products) -> Shader:
     """Return the kernel for a dtype, float16 or bfloat16; it runs in one threadgroup.
 
     Its buffers are the results, of float32, and the operands of the two products.
     """
-    type_ = TYPES[dtype]
+    type_, (keys, depth, columns) = TYPES[dtype], products
     rows = {
-        "left": ("a_rows", _ROWS, _DEPTH),
-        "turned": ("b_rows", _KEYS, _DEPTH),
-        "weights": ("p_rows", _ROWS, _KEYS),
-        "values": ("v_rows", _KEYS, _COLUMNS),
+        "left": ("a_rows", ROWS, depth),
+        "turned": ("bv_rows", keys, depth),
+        "weights": ("p_rows", ROWS, keys),
+        "values": ("bv_rows", keys, columns),
     }
     tensors = [declared_rows(dtype, name, *given) for name, given in rows.items()]
     tensors.append(
         declared_product(
             "multiply",
-            (_ROWS, _KEYS, _DEPTH),
+            (ROWS, keys, depth),
             transposed=True,
             mode="multiply",
-            simdgroups=_SIMDGROUPS,
+            simdgroups=SIMDGROUPS,
         )
     )
     tensors.append(
         declared_product(
             "add",
-            (_ROWS, _COLUMNS, _KEYS),
+            (ROWS, columns, keys),
             transposed=False,
             mode="multiply_accumulate",
-            simdgroups=_SIMDGROUPS,
+            simdgroups=SIMDGROUPS,
         )
     )
     body = fill(
         _KERNEL,
         type=type_,
         threads=_THREADS,
-        a_size=_ROWS * _DEPTH,
-        b_size=_KEYS * _DEPTH,
-        p_size=_ROWS * _KEYS,
-        v_size=_KEYS * _COLUMNS,
+        a_size=ROWS * depth,
+        b_size=keys * depth,
+        bv_size=keys * max(depth, columns),
+        p_size=ROWS * keys,
+        v_size=keys * columns,
         tensors="\n".join(tensors),
         start=each_element("acc", "acc[i] = F[0];"),
-        store_product=each_element("s", f"product[tile_row * {_KEYS} + column] = s[i];"),
-        store_sum=each_element("acc", f"sum[tile_row * {_COLUMNS} + column] = acc[i];"),
+        store_product=each_element("s", f"product[tile_row * {keys} + column] = s[i];"),
+        store_sum=each_element("acc", f"sum[tile_row * {columns} + column] = acc[i];"),
     )
     buffers = ["device float* product", "device float* sum"]
     buffers += [f"device const {type_}* {name}" for name in ("a", "b", "p", "v")]
@@ -107,19 +110,24 @@ def matmul_test_shader(dtype: torch.dtype) -> Shader:
     return kernel_text("matmul_test", spec, buffers, USING, body, _THREADS, includes=INCLUDES)
 
 
-def broken_products(kernel: Any, dtype: torch.dtype, device: torch.device) -> list[str]:
+def broken_products(
+    kernel: Any, dtype: torch.dtype, device: torch.device, products: Products
+) -> list[str]:
     """Run the kernel, and name what isn't as `forward_matmul` assumes.
 
     Args:
         kernel: compiled `matmul_test_shader`.
         dtype: of its operands.
         device: where tensors are.
+        products: its sizes.
     """
-    a, b = _integers(_ROWS, _DEPTH, 67), _integers(_KEYS, _DEPTH, 71)
-    p, v = _integers(_ROWS, _KEYS, 37), _integers(_KEYS, _COLUMNS, 53)
+    keys, depth, columns = products
+    # Primes above the largest numbers of rows and columns; bfloat16 holds half of them exactly.
+    a, b = _integers(ROWS, depth, 257), _integers(keys, depth, 263)
+    p, v = _integers(ROWS, keys, 37), _integers(keys, columns, 269)
     product, sum_ = (
-        torch.full((_ROWS, columns), float("nan"), dtype=torch.float32, device=device)
-        for columns in (_KEYS, _COLUMNS)
+        torch.full((ROWS, width), float("nan"), dtype=torch.float32, device=device)
+        for width in (keys, columns)
     )
     operands = [each.to(device, dtype) for each in (a, b, p, v)]
     kernel(
@@ -128,9 +136,9 @@ def broken_products(kernel: Any, dtype: torch.dtype, device: torch.device) -> li
     )  # fmt: skip
     broken = []
     if not torch.equal(product.cpu(), a @ b.T):
-        broken.append("a product of tensors")
+        broken.append(f"a product of tensors, {ROWS} x {keys} of {depth}")
     if not torch.equal(sum_.cpu(), 2 * (p @ v) + _START):
-        broken.append("a float32 sum of products of tensors")
+        broken.append(f"a float32 sum of products of tensors, {ROWS} x {columns} of {keys}")
     return broken
 
 

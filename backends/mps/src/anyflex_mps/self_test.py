@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import AnyflexError, ArgumentError, BackendRefused, Spec, free_in_child
+from anyflex_mps.forward_matmul import Products
 from anyflex_mps.matmul_test import broken_products, matmul_test_shader
 from anyflex_mps.shaders import CompileShader, Shaders
 from anyflex_mps.targets import machine
@@ -147,7 +148,7 @@ def _equal(found: Tensor, at: int, values: Tensor) -> bool:
 
 
 class SelfTest:
-    """Runs the test once for each dtype.
+    """Runs the test once for each dtype, and that of matrix units for each of their products.
 
     Args:
         compile_shader: what compiles Metal source.
@@ -157,59 +158,55 @@ class SelfTest:
     def __init__(self, compile_shader: CompileShader, device: torch.device) -> None:
         self._shaders = Shaders(compile_shader)
         self._device = device
-        self._refusals: dict[tuple[str, torch.dtype], str | None] = {}
+        self._refusals: dict[tuple[torch.dtype, Products | None], str | None] = {}
         self._lock = threading.Lock()
         free_in_child(self, "_lock")
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise BackendRefused where kernels for a dtype would compute wrong numbers, or where
         that can't be found out; only the former is remembered."""
-        self._check("", dtype, BackendRefused)
+        self._check(dtype, None, BackendRefused)
 
-    def check_matrix_units(self, dtype: torch.dtype) -> None:
-        """Do the same for kernels of the option ``mpp``, but raise ArgumentError: the call can be
-        computed without it."""
-        self._check("mpp", dtype, ArgumentError)
+    def check_matrix_units(self, dtype: torch.dtype, products: Products) -> None:
+        """Do the same for kernels of the option ``mpp`` that have such products, but raise
+        ArgumentError: the call can be computed without it."""
+        self._check(dtype, products, ArgumentError)
 
-    def _check(self, option: str, dtype: torch.dtype, error: type[AnyflexError]) -> None:
-        key = option, dtype
+    def _check(
+        self, dtype: torch.dtype, products: Products | None, error: type[AnyflexError]
+    ) -> None:
+        key = dtype, products
         with self._lock:
             if key not in self._refusals:
                 try:
-                    self._refusals[key] = self._refusal(option, dtype)
+                    broken = self._broken(dtype, products)
                 except RuntimeError as failure:
                     message = " ".join(str(failure).split())
-                    raise error(_report(option, dtype, message)) from failure
+                    raise error(_report(dtype, products, message)) from failure
+                problem = "not as kernels assume, which would compute wrong numbers: "
+                problem += "; ".join(broken)
+                self._refusals[key] = _report(dtype, products, problem) if broken else None
             refusal = self._refusals[key]
         if refusal is not None:
             raise error(refusal)
 
-    def _refusal(self, option: str, dtype: torch.dtype) -> str | None:
-        shader_of, broken_of = _TESTS[option]
-        kernel = self._shaders.kernel(shader_of(dtype))
-        broken = broken_of(kernel, dtype, self._device)
-        if not broken:
-            return None
-        problem = "not as kernels assume, which would compute wrong numbers: " + "; ".join(broken)
-        return _report(option, dtype, problem)
+    def _broken(self, dtype: torch.dtype, products: Products | None) -> list[str]:
+        if products is None:
+            kernel = self._shaders.kernel(self_test_shader(dtype))
+            return broken_assumptions(kernel, dtype, self._device)
+        kernel = self._shaders.kernel(matmul_test_shader(dtype, products))
+        return broken_products(kernel, dtype, self._device, products)
 
 
-_TESTS = {
-    "": (self_test_shader, broken_assumptions),
-    "mpp": (matmul_test_shader, broken_products),
-}
-"""Kernel and check of each test, by the option whose kernels need it."""
-
-
-def _report(option: str, dtype: torch.dtype, problem: str) -> str:
+def _report(dtype: torch.dtype, products: Products | None, problem: str) -> str:
     name = str(dtype).removeprefix("torch.")
-    if not option:
+    if products is None:
         return (
             f"anyflex-mps's self test of {name} fails on this machine ({machine()}): {problem}. "
             "Please report this line, and use backend='reference' meanwhile"
         )
     return (
-        f"kernel_options['mps']: anyflex-mps's self test of {option} with {name} fails on this "
-        f"machine ({machine()}): {problem}. {option} needs macOS 26.2 or newer: if this is one, "
-        f"please report this line, and leave {option} out meanwhile"
+        f"kernel_options['mps']: anyflex-mps's self test of mpp with {name} fails on this "
+        f"machine ({machine()}): {problem}. mpp needs macOS 26.2 or newer: if this is one, "
+        "please report this line, and leave mpp out meanwhile"
     )
