@@ -42,7 +42,7 @@ LIMITS = {
         "backends/xpu",
         "plugins",
     ): 68_000 + sum(CAPABILITIES.values()),
-    ("backends/mps",): 5_450,
+    ("backends/mps",): 5_550,
 }
 """Maximum number of lines of folders together. What a new backend brings is counted apart."""
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu"}

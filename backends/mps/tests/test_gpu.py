@@ -83,6 +83,20 @@ def test_a_decoding_call_gives_the_dense_result() -> None:
     torch.testing.assert_close(out.cpu().double(), right, rtol=0, atol=4e-3)
 
 
+def test_launches_in_parts_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (torch.randn(1, 2, 300, 64, device="mps") for _ in range(3))
+    query.requires_grad_()
+
+    def results() -> tuple[Tensor, Tensor]:
+        out = anyflex.flex_attention(query, key, value, backend="mps")
+        return out.detach(), *torch.autograd.grad(out.sum(), query)
+
+    whole = results()
+    monkeypatch.setattr("anyflex_mps.command_buffers._MOST_WORK", 1)
+    monkeypatch.setattr("anyflex_mps.command_buffers._LEAST_GROUPS", 0)
+    assert all(map(torch.equal, results(), whole))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_matrix_units_give_the_dense_result_or_refuse_by_name(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 4, 300, 128, device="mps", dtype=dtype) for _ in range(3))

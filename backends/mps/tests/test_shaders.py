@@ -19,8 +19,10 @@ from anyflex.testing import posing
 from anyflex_mps.forward import forward_shader
 from anyflex_mps.launch import launch
 from anyflex_mps.shaders import CompileShader, Shaders
+from anyflex_mps.spec_shaders import SpecShaders
 
-SHADER = forward_shader(Spec("mps", "apple9", torch.float32, 16, 16))
+SPEC = Spec("mps", "apple9", torch.float32, 16, 16)
+SHADER = forward_shader(SPEC)
 
 
 def query() -> torch.Tensor:
@@ -124,6 +126,10 @@ def test_threads_that_just_suffice_are_enough() -> None:
     assert Shaders(lambda source: SimpleNamespace(forward=kernel)).kernel(SHADER) is kernel
 
 
+def made_by(compiler: CompileShader) -> SpecShaders:
+    return SpecShaders(SPEC, Shaders(compiler), 8)
+
+
 @pytest.mark.parametrize("missing", ["value", "out"])
 @pytest.mark.parametrize("how", ["absent", "none"])
 def test_a_launch_without_an_argument_is_an_error(missing: str, how: str) -> None:
@@ -136,7 +142,7 @@ def test_a_launch_without_an_argument_is_an_error(missing: str, how: str) -> Non
     else:
         del tensors[missing]
     with pytest.raises(RuntimeError, match=f"kernel 'forward' lacks arguments: {missing}$"):
-        launch(Shaders(compile_shader), SHADER, call, (3, 1, 1), tensors, {})
+        launch(made_by(compile_shader), SHADER, call, (3, 1, 1), tensors, {})
 
 
 def test_a_launch_of_no_groups_compiles_nothing() -> None:
@@ -144,4 +150,4 @@ def test_a_launch_of_no_groups_compiles_nothing() -> None:
         raise AssertionError("compiled")
 
     call = Call(query(), query(), query(), None, (), (), (), 0.25)
-    launch(Shaders(compiler), SHADER, call, (0, 1, 1), {}, {})
+    launch(made_by(compiler), SHADER, call, (0, 1, 1), {}, {})

@@ -19,6 +19,7 @@ _SIZES = (
     "q_length", "kv_length", "batch", "heads", "mask_batch", "mask_head", "splits", "split_length",
     "row_plane", "elements", "batch_shift", "head_shift", "row_shift", "key_shift", "sequences",
     "most_rows", "most_keys", "pages", "table_height", "table_stride", "table_named",
+    "first_group",
 )  # fmt: skip
 """Entries that are one number each."""
 _TENSORS = ("query", "key", "value", "out", "rest", "dout", "dq", "dk", "dv", "dlse")

@@ -9,7 +9,7 @@ from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
 from anyflex_mps.arguments import Entry, strides_of
 from anyflex_mps.forward_call import call_entries, mask_tensors, saved_tensors, tile_count
 from anyflex_mps.keys import keys_shader
-from anyflex_mps.launch import launch
+from anyflex_mps.launch import launch, pairs_of
 from anyflex_mps.mods import Sums
 from anyflex_mps.operations import EXACT_WORDS
 from anyflex_mps.queries import queries_shader
@@ -59,9 +59,7 @@ def launch_backward(
         # Both come from another call, and may have any layout.
         tensors |= {"delta": grad.delta.contiguous(), "lse": saved.lse.contiguous()}
     shader = made.written(rows_shader, grad.delta is not None, grad.dlse is not None)
-    launch(
-        made.compiled, shader, call, (-(-length // ROWS_A_GROUP), heads, batch), tensors, entries
-    )
+    launch(made, shader, call, (-(-length // ROWS_A_GROUP), heads, batch), tensors, entries)
     if grads.dk is not None or grads.dv is not None:
         _launch_keys(made, call, tensors, entries)
     totals = {i: total for i, total in enumerate(grads.captured) if total is not None}
@@ -73,8 +71,16 @@ def launch_backward(
     given |= {f"s{i}": each for i, each in zip(totals, words, strict=False)}
 
     def launch_queries(sums: Sums | None, wants_dq: bool) -> None:
-        shader = made.written(queries_shader, sums, wants_dq)
-        launch(made.compiled, shader, call, (tiles, heads, batch), given, {**entries, **numbers})
+        launch(
+            made,
+            made.written(queries_shader, sums, wants_dq),
+            call,
+            (tiles, heads, batch),
+            given,
+            {**entries, **numbers},
+            work=pairs_of(call) * (2 * spec.head_dim + spec.value_head_dim),
+            axis=0,
+        )
 
     if not words or not totals:
         launch_queries("floats" if totals else None, grads.dq is not None)
@@ -86,7 +92,7 @@ def launch_backward(
         count = total.numel()
         given = {"total": total, "words": of_total}
         groups = (-(-count // shader.threads), 1, 1)
-        launch(made.compiled, shader, call, groups, given, {"elements": count})
+        launch(made, shader, call, groups, given, {"elements": count})
 
 
 def _launch_keys(
@@ -102,10 +108,12 @@ def _launch_keys(
     tiles = tile_count(length, tile.rows, spec.block_size[1])
     groups = (tiles * tile.parts, heads, batch)
     launch(
-        made.compiled,
+        made,
         made.written(keys_shader),
         call,
         groups,
         {**tensors, **mask},
         {**entries, **numbers},
+        work=pairs_of(call) * 2 * (spec.head_dim + spec.value_head_dim),
+        axis=0,
     )

@@ -15,7 +15,7 @@ from anyflex_mps.forward_call import (
     saved_tensors,
     sequence_tensors,
 )
-from anyflex_mps.launch import launch
+from anyflex_mps.launch import launch, pairs_of
 from anyflex_mps.spec_shaders import SpecShaders
 from anyflex_mps.tiles import Tile, tile_for
 
@@ -117,6 +117,7 @@ def launch_decode(made: SpecShaders, call: Call, out: Outputs) -> None:
     }  # fmt: skip
     shader = made.written(decode_shader, splits.tile, splits.packed)
     groups = (splits.number * splits.tiles, heads // splits.packed, _units(call)[0])
-    launch(made.compiled, shader, call, groups, tensors, entries)
+    work = pairs_of(call) * (spec.head_dim + spec.value_head_dim)
+    launch(made, shader, call, groups, tensors, entries, work=work)
     rows = (-(-length // ROWS_A_GROUP), heads, batch)
-    launch(made.compiled, made.written(combine_shader), call, rows, tensors, entries)
+    launch(made, made.written(combine_shader), call, rows, tensors, entries)

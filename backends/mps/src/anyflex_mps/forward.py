@@ -37,6 +37,7 @@ from anyflex_mps.text import (
 from anyflex_mps.tiles import Tile, pitch_of, tile_for, whole_fragments
 
 __all__ = [
+    "GROUP_OF_GRID",
     "SUMS_OF_ROW",
     "forward_shader",
     "output_buffers",
@@ -124,17 +125,29 @@ const int b = (int)group.z;
 {place_of_tile(spec, spec.block_size[0], tile.rows, "q_length")}"""
 
 
+GROUP_OF_GRID = f"(int)group.x + (int){place('first_group')}"
+"""Text of a threadgroup's place in the grid of all parts of a launch."""
+
+
 def place_of_tile(
-    spec: Spec, block: int, rows: int, length: str, tile: str = "(int)group.x"
+    spec: Spec, block: int, rows: int, length: str, tile: str = GROUP_OF_GRID
 ) -> str:
-    """Return statements that name a tile's rows, ``first_row`` and ``end_row``, and its ``block``
-    of the mask."""
+    """Return statements that name a ``tile``, its rows, ``first_row`` and ``end_row``, and its
+    ``block`` of the mask.
+
+    Args:
+        tile: text of its number.
+    """
     if spec.mask_kind == "none":
-        return f"const int first_row = {tile} * {rows};\nconst int end_row = {length};"
+        return f"""\
+const int tile = {tile};
+const int first_row = tile * {rows};
+const int end_row = {length};"""
     tiles = -(-block // rows)
     return f"""\
-const int block = {tile} / {tiles};
-const int first_row = block * {block} + {tile} % {tiles} * {rows};
+const int tile = {tile};
+const int block = tile / {tiles};
+const int first_row = block * {block} + tile % {tiles} * {rows};
 const int end_row = min((block + 1) * {block}, {length});"""
 
 

@@ -10,7 +10,7 @@ from anyflex.plugin import Call, MaskViews, Outputs, Spec
 from anyflex_mps.arguments import Entry, strides_of
 from anyflex_mps.forward import forward_shader
 from anyflex_mps.forward_matmul import ROWS, forward_matmul_shader
-from anyflex_mps.launch import launch
+from anyflex_mps.launch import launch, pairs_of
 from anyflex_mps.options import wants_mpp
 from anyflex_mps.sequences import BLOCK
 from anyflex_mps.spec_shaders import SpecShaders
@@ -118,7 +118,7 @@ def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
     if call.packed is not None:
         groups = BLOCK // rows, heads, call.packed.blocks.shape[0]
     launch(
-        made.compiled,
+        made,
         made.written(write),
         call,
         groups,
@@ -135,4 +135,6 @@ def launch_forward(made: SpecShaders, call: Call, out: Outputs) -> None:
             **tensors,
         },
         {**call_entries(call), **bounds, **numbers, **strides_of(out=out.out)},
+        work=pairs_of(call) * (spec.head_dim + spec.value_head_dim),
+        axis=0 if call.packed is None else 2,
     )

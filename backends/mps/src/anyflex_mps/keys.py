@@ -13,7 +13,7 @@ from anyflex_mps.backward_tiles import (
     nonfinite_products,
     zero_nonfinite,
 )
-from anyflex_mps.forward import place_of_tile
+from anyflex_mps.forward import GROUP_OF_GRID, place_of_tile
 from anyflex_mps.mods import mods_source
 from anyflex_mps.rows import wants_delta
 from anyflex_mps.text import (
@@ -41,8 +41,8 @@ const int q_length = (int)$q_length;
 const int kv_length = (int)$kv_length;
 const int kv_batch = (int)group.z;
 const int kv_head = (int)group.y;
-const int part = (int)group.x % $parts;
-const int tile = (int)group.x / $parts;
+const int place = $group_of_grid;
+const int part = place % $parts;
 $place_of_tile
 if (first_row >= end_row)
   return;
@@ -156,8 +156,11 @@ def keys_shader(spec: Spec) -> Shader:
         _KEYS,
         **common_values(spec, tile),
         memory=backward_memory(spec, tile, own="kv", stepped="qg"),
+        group_of_grid=GROUP_OF_GRID,
         parts=tile.parts,
-        place_of_tile=place_of_tile(spec, spec.block_size[1], tile.rows, "kv_length", "tile"),
+        place_of_tile=place_of_tile(
+            spec, spec.block_size[1], tile.rows, "kv_length", f"place / {tile.parts}"
+        ),
         key_head=head_of(spec, "key", "kv_batch", "kv_head"),
         value_head=head_of(spec, "value", "kv_batch", "kv_head"),
         query_head=head_of(spec, "query", "b", "h"),

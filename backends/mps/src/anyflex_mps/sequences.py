@@ -26,7 +26,7 @@ def sequence_buffers(spec: Spec) -> list[str]:
 
 _SEQUENCE = """\
 const int b = 0;
-const int block = (int)group.z;
+const int block = (int)group.z + (int)$first_group;
 const int sequences = (int)$sequences;
 const int owner = blocks[block * 2];
 const int sequence = min(max(owner, 0), sequences - 1);
@@ -54,7 +54,7 @@ const int last_page = (int)$pages - 1;"""
 
 def sequence_of_block(spec: Spec) -> str:
     """Return statements that name what row ``block`` of `PackedRows.blocks` has, which is the
-    threadgroup's third place in the grid.
+    threadgroup's third place in the grid of all parts of a launch.
 
     They are ``owner``, which is ``sequences`` for padding rows; the sequence's first row,
     ``sequence_row``, and those of the block, ``block_row`` to ``block_end``, which is 0 where the
@@ -70,6 +70,7 @@ def sequence_of_block(spec: Spec) -> str:
     return fill(
         _SEQUENCE,
         block=BLOCK,
+        first_group=place("first_group"),
         sequences=place("sequences"),
         most_keys=place("most_keys"),
         place_of_keys=place_of_keys,

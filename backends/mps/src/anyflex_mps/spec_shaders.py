@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anyflex.plugin import Spec
+from anyflex_mps.command_buffers import BufferedWork
 from anyflex_mps.shaders import Shaders
 from anyflex_mps.text import Shader
 
@@ -24,6 +25,7 @@ class SpecShaders:
         self.spec = spec
         self.compiled = compiled
         self.cores = cores
+        self.buffered = BufferedWork(cores)
         self._written: dict[tuple[object, ...], Shader] = {}
 
     def written(self, write: Callable[..., Shader], *given: Any) -> Shader:
