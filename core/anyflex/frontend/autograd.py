@@ -10,10 +10,10 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.frontend.custom_ops import flex_attention_backward_op
-from anyflex.runtime.launch import launch_backward, launch_forward
+from anyflex.runtime.launch import launch_checked_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.saved_tensor_checks import as_saved, kept_name, layout_of
-from anyflex.tensors.storage_checks import captured_name
+from anyflex.tensors.storage_checks import captured_name, check_captured, check_readable
 from anyflex.tensors.symbolic_numbers import number_tensors
 from anyflex.tensors.torch_versions import (
     break_graph,
@@ -114,15 +114,17 @@ class FlexAttention(torch.autograd.Function):
             sinks=others[end] if plan.sinks else None,
         )
         dlse = aux[0] if with_lse else None
-        if dout is None:
-            dout = torch.zeros_like(out)
+        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         try:
-            dq, dk, dv, dcaptured = launch_backward(
-                plan,
-                call,
-                Saved(out, lse, tuple(others[count:])),
-                GradInputs(dout, dlse),
-                names=names,
+            # The saved tensors are checked already.
+            check_readable("dout, the gradient that arrives at out,", dout)
+            if dlse is not None:
+                dlse = dlse.resolve_neg()
+                check_readable("dlse, the gradient that arrives at lse,", dlse)
+            if read:
+                check_captured(read, names)
+            dq, dk, dv, dcaptured = launch_checked_backward(
+                plan, call, Saved(out, lse, tuple(others[count:])), GradInputs(dout, dlse)
             )
         except (PluginError, ArgumentError) as error:
             if not (is_batched(dout) or (dlse is not None and is_batched(dlse))):

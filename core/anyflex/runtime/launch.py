@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,12 @@ from anyflex.runtime.workspace import allocate, give_back, take
 from anyflex.tensors.storage_checks import check_readable
 from anyflex.tensors.tensor_facts import empty_dense
 
-__all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]
+__all__ = [
+    "allocate_saved_bytes",
+    "launch_backward",
+    "launch_checked_backward",
+    "launch_forward",
+]
 
 _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
 """Exceptions of a kernel that pass unchanged, because users catch them."""
@@ -136,7 +141,27 @@ def launch_backward(
     grad: GradInputs,
     *,
     saved_bytes: Tensor | None = None,
-    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
+    """Check the tensors of a backward, then `launch_checked_backward`.
+
+    Raises:
+        ArgumentError: a tensor can't be read (`anyflex.tensors.storage_checks`).
+        AllocationError, PluginError: from `launch_checked_backward`.
+    """
+    # As `anyflex.frontend.eager_call.gather` does with forward's tensors.
+    saved = Saved(saved.out.resolve_neg(), saved.lse.resolve_neg(), saved.extras)
+    dlse, delta = (t if t is None else t.resolve_neg() for t in (grad.dlse, grad.delta))
+    grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)
+    check_backward(call, saved, grad)
+    return launch_checked_backward(plan, call, saved, grad, saved_bytes)
+
+
+def launch_checked_backward(
+    plan: Plan,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    saved_bytes: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
     """Run backward and return the gradients of query, key, value, each captured tensor and the
     sinks, if there are any; None where none is asked for.
@@ -147,18 +172,11 @@ def launch_backward(
         saved: what forward left; extras may lack, and are then cut from `saved_bytes` or computed.
         grad: the gradients that arrive.
         saved_bytes: memory in which this plan's forward left its saved outputs.
-        names: as `check_backward`'s.
 
     Raises:
-        ArgumentError: a tensor can't be read (`anyflex.tensors.storage_checks`).
         AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """
-    # As `anyflex.frontend.eager_call.gather` does with forward's tensors.
-    saved = Saved(saved.out.resolve_neg(), saved.lse.resolve_neg(), saved.extras)
-    dlse, delta = (t if t is None else t.resolve_neg() for t in (grad.dlse, grad.delta))
-    grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)
-    check_backward(call, saved, grad, names)
     of_sinks: list[Tensor | None] = []
     if call.sinks is not None:
         try:
@@ -172,17 +190,19 @@ def launch_backward(
         saved = Saved(saved.out, lse, saved.extras)
     if saved_bytes is not None:
         check_readable("what the kernel keeps for backward", saved_bytes)
-    for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value
-    dq = dk = dv = workspace = None
+    workspace = None
     accumulators: list[Tensor | None] = []
     try:
-        if for_query:
-            dq = _gradient_of(query)
-        if for_key:
-            dk = _gradient_of(key)
-        if for_value:
-            dv = _gradient_of(value)
+        # The usual case is tested here: calling empty_dense costs as much again.
+        dq, dk, dv = [
+            None
+            if not wanted
+            else torch.empty_like(tensor, memory_format=_CONTIGUOUS)
+            if tensor.is_contiguous()
+            else empty_dense(tensor)
+            for tensor, wanted in zip((query, key, value), plan.gradients, strict=True)
+        ]
         if plan.spec.kv_broadcast and not query.shape[0]:
             # No kernel has to work on an empty batch; the keys that it shares have gradients.
             for gradient in (dk, dv):
@@ -269,13 +289,6 @@ def _returned(method: str, value: object) -> TypeError:
         f"{method}() returned a {type(value).__name__}: it must fill the tensors that it is given "
         "and return None"
     )
-
-
-def _gradient_of(tensor: Tensor) -> Tensor:
-    # The usual case is tested here: calling empty_dense costs as much again.
-    if tensor.is_contiguous():
-        return torch.empty_like(tensor, memory_format=_CONTIGUOUS)
-    return empty_dense(tensor)
 
 
 def _backward(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.tensors.storage_checks import PLAIN, check_captured, check_readable
+from anyflex.tensors.storage_checks import PLAIN, bytes_of, check_captured, check_readable
 
 if TYPE_CHECKING:
     from anyflex.contract.call import Call, GradInputs, Saved
@@ -33,15 +33,16 @@ CURE = (
     "not be assigned between forward and backward."
 )
 
-Layout = tuple[torch.Size, torch.dtype, tuple[int, ...] | None, bool]
+Layout = tuple[torch.Size, torch.dtype, tuple[int, ...] | None, bool, int]
 """Properties of a tensor that a kernel relies on: shape, dtype, strides (None where it is
-contiguous), and whether its address is a multiple of 16."""
+contiguous), whether its address is a multiple of 16, and the bytes from its first element to the
+end of its last."""
 
 
 def layout_of(tensor: Tensor) -> Layout:
     """Return a tensor's layout."""
     strides = None if tensor.is_contiguous() else tensor.stride()
-    return tensor.shape, tensor.dtype, strides, not tensor.data_ptr() & 15
+    return tensor.shape, tensor.dtype, strides, not tensor.data_ptr() & 15, bytes_of(tensor)
 
 
 def as_saved(
@@ -51,7 +52,7 @@ def as_saved(
     name: Callable[[int], str],
 ) -> list[Tensor]:
     """Return the tensors that autograd has unpacked, laid out as they were saved: a hook may have
-    moved them. Whether they lie inside of their memory `check_backward` looks.
+    moved them, and their storages may have been resized since.
 
     Args:
         layouts: of what was saved.
@@ -64,16 +65,19 @@ def as_saved(
     """
     found = list(tensors)
     for position, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
-        shape, dtype, strides, aligned = layout
+        shape, dtype, strides, aligned, size = layout
         try:
+            # The last condition is `check_readable`'s, without its two function calls a tensor.
             if (
                 type(tensor) in PLAIN  # FakeTensor warns when it is asked for its address
                 and tensor.shape == shape
                 and tensor.dtype is dtype
                 and tensor.device == device
                 and (tensor.is_contiguous() if strides is None else tensor.stride() == strides)
-                and not (aligned and tensor.data_ptr() & 15)
+                and not ((begin := tensor.data_ptr()) & 15 and aligned)
                 and not tensor.is_neg()
+                and begin + size
+                <= (storage := tensor.untyped_storage()).data_ptr() + storage.nbytes()
             ):
                 continue
         except RuntimeError:  # torch's answer where there are no strides, or no storage
@@ -133,16 +137,9 @@ def kept_name(position: int) -> str:
     return f"tensor {position} of those that the kernel keeps for backward"
 
 
-def check_backward(
-    call: Call,
-    saved: Saved,
-    grad: GradInputs,
-    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
-) -> None:
-    """Check the tensors that backward reads: a storage may have been resized since forward.
-
-    Args:
-        names: as for `check_captured`.
+def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:
+    """Check the tensors that backward reads: a storage may have been resized since forward. Those
+    that autograd saved `as_saved` has checked.
 
     Raises:
         ArgumentError: a tensor can't be read.
@@ -155,7 +152,7 @@ def check_backward(
     if grad.delta is not None:
         check_readable("delta", grad.delta)
     if call.captured:
-        check_captured(call.captured, names)
+        check_captured(call.captured)
     if call.sinks is not None:
         check_readable("sinks", call.sinks)
     for position, tensor in enumerate(saved.extras):

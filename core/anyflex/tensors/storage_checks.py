@@ -16,6 +16,7 @@ from anyflex.tensors.torch_versions import is_functional
 
 __all__ = [
     "PLAIN",
+    "bytes_of",
     "captured_name",
     "check_captured",
     "check_readable",
@@ -67,13 +68,16 @@ def _is_usual(tensor: Tensor) -> bool:
         if begin == 0:
             return False
         storage = tensor.untyped_storage()
-        if tensor.is_contiguous():
-            size = tensor.nbytes
-        else:
-            size = (last_element(tensor.shape, tensor.stride()) + 1) * tensor.element_size()
-        return begin + size <= storage.data_ptr() + len(storage)
+        return begin + bytes_of(tensor) <= storage.data_ptr() + len(storage)
     except RuntimeError:  # torch's error for a BatchedTensor, which has no storage
         return False
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Number of bytes from a strided tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return (last_element(tensor.shape, tensor.stride()) + 1) * tensor.element_size()
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
