@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 from anyflex.plugin import PerformanceWarning
 from anyflex_triton import nvidia_launch, triton_launch, warm_up
 from anyflex_triton import program as programs_module
-from anyflex_triton.arguments import Boxes
+from anyflex_triton.arguments import Boxes, Part
 from anyflex_triton.launch import FixedLaunch
 from anyflex_triton.program import Options, Program
 
@@ -238,7 +238,31 @@ def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
         launched_by_triton(program.launch, grid, fixed.together(others))
         assert last() == seen[-1]
     assert len(made_by_triton) == 1
-    assert isinstance(fixed._launchers[0], nvidia_launch.Launcher)
+    assert isinstance(fixed.launcher, nvidia_launch.Launcher)
+
+
+def test_arguments_take_values_of_other_names_and_parts_of_tensors() -> None:
+    program = compiled()
+    _, values = given(program)
+    memory = torch.arange(2048, dtype=torch.int16).view(torch.uint8)
+    renamed = {"y": values.pop("y"), "numbers": values.pop("floats"), "memory": memory}
+    named: dict[str, str | Part] = {
+        "x_desc": Part("memory", 64, (4, 8), torch.bfloat16), "floats": "numbers",
+        "x": Part("memory", 1024, (3, 5), torch.bfloat16), "y_desc": "y", "another's": "y",
+    }  # fmt: skip
+    fixed = FixedLaunch(program, 3, FIXED, named)
+    for _ in range(2):
+        fake.forget()
+        fixed.run(GPU, {**values, **renamed})
+        seen = last()
+        fake.forget()
+        together = fixed.together({**values, **renamed})
+        launched_by_triton(program.launch, 3, together)
+        assert last() == seen
+        memory = memory.clone()
+        renamed["memory"] = memory
+    assert together["x"].shape == (3, 5) and together["x"].view(torch.int16)[0, 0] == 512
+    assert together["x_desc"].base.view(torch.int16).flatten().tolist() == list(range(32, 64))
 
 
 def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_another() -> None:
@@ -375,7 +399,7 @@ def test_a_launch_that_is_not_known_is_left_to_triton(
     for _ in range(2):
         fixed.run(GPU, values)
     assert launches() == 0 and len(launched) == 2
-    assert fixed._launchers == [None] and len(made_by_triton) == 1
+    assert fixed.launcher is None and len(made_by_triton) == 1
     places = [program.order.index(name) for name in ("x_desc", "x")]
     for x_desc, x in ([arguments[place] for place in places] for arguments in launched):
         assert isinstance(x_desc, Boxes) and x_desc.base is x
@@ -387,7 +411,7 @@ def test_another_version_of_triton_launches_by_itself(monkeypatch: pytest.Monkey
     fixed, values = given(program)
     for _ in range(2):
         fixed.run(GPU, values)
-    assert fixed._launchers == [None] and launches() == 2
+    assert fixed.launcher is None and launches() == 2
 
 
 def test_a_kernel_may_begin_before_the_launch_before_it_ends() -> None:
@@ -418,7 +442,7 @@ def test_without_a_compiler_triton_launches_and_a_warning_says_so(
     fixed, values = given(program)
     for _ in range(2):
         fixed.run(GPU, values)
-    assert fixed._launchers == [None] and launches() == 2
+    assert fixed.launcher is None and launches() == 2
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,7 @@ def _wide_launch(
         Options(4, 1),
         {name: each for name, each in fixed.items() if each is not None},
         aligned=split.aligned,
-        described={f"{name}_2": name for name in tensors},
+        named={f"{name}_2": name for name in tensors},
     )
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ __all__ = [
     "Boxes",
     "Heads",
     "Layout",
+    "Part",
     "Types",
     "alignment_of",
     "descriptor_of",
@@ -84,6 +85,28 @@ class Layout:
     unit: int
     alignment: int
     scattered: bool
+
+
+class Part(NamedTuple):
+    """A contiguous tensor within another one of a call's values, which is bytes.
+
+    Making such a view takes the host as long as allocating a tensor, and the launcher in C needs
+    none.
+
+    Args:
+        of: name of the value.
+        begin: position of the first byte.
+    """
+
+    of: str
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def within(self, memory: Tensor) -> Tensor:
+        """Return the tensor, a view of the value's memory."""
+        end = self.begin + math.prod(self.shape) * self.dtype.itemsize
+        return memory[self.begin : end].view(self.dtype).view(self.shape)
 
 
 def pointer_type(dtype: torch.dtype) -> str:

@@ -9,7 +9,8 @@ Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the 
 One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
 Launches               `Launch`, `FixedLaunch`, `launch_all`; `compile_missing` and
                        `compile_with_next`
-Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
+Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `Part` of another tensor,
+                       `pointer_type`
 Packed sequences       `packed_values`, arguments of kernels; `STORED_TYPES`
 Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
 Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`
@@ -25,6 +26,7 @@ from anyflex_triton.arguments import (
     BYTES,
     Boxes,
     Layout,
+    Part,
     Types,
     layout_like,
     layout_of,
@@ -86,6 +88,7 @@ __all__ = [
     "Mods",
     "NeededNext",
     "Options",
+    "Part",
     "Program",
     "Programs",
     "Target",

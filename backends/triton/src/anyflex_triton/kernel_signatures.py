@@ -16,6 +16,7 @@ from anyflex_triton.arguments import (
     BYTES,
     Boxes,
     Layout,
+    Part,
     Types,
     descriptor_of,
     heads_described,
@@ -531,13 +532,13 @@ class Programs:
         layouts: Mapping[str, Layout] | None = None,
         types: Mapping[str, Types] | None = None,
         aligned: Mapping[str, int] | None = None,
-        described: Mapping[str, str] | None = None,
+        named: Mapping[str, str | Part] | None = None,
     ) -> FixedLaunch:
         """Return the launch of a `program`, whose arguments are as here.
 
         Args:
             programs: size of the grid.
-            fixed, described: as in `FixedLaunch`; the strides of `layouts` are added. `Boxes`
+            fixed, named: as in `FixedLaunch`; the strides of `layouts` are added. `Boxes`
                 decide their types.
         """
         boxes = {name: each for name, each in fixed.items() if isinstance(each, Boxes)}
@@ -545,7 +546,7 @@ class Programs:
         types = {**of_boxes, **(types or {})}
         made = self.program(function, constants, options, layouts, types, aligned)
         strides = {_STRIDES[name]: layout.strides for name, layout in (layouts or {}).items()}
-        return FixedLaunch(made, programs, {**strides, **fixed}, described)
+        return FixedLaunch(made, programs, {**strides, **fixed}, named)
 
     def describer(self, *tensors: Tensor) -> Describer | None:
         """Return the side that can make descriptors that speed up these tensors' loads, or

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex_triton.arguments import Boxes
+from anyflex_triton.arguments import Boxes, Part
 from anyflex_triton.nvidia_launch import Launcher
 from anyflex_triton.program import INTERPRETED, Program
 from anyflex_triton.triton_launch import hooked
@@ -46,7 +46,11 @@ class FixedLaunch:
         program, grid: what runs, in how many programs.
         values: arguments by name, all descriptors among them, as `Boxes` or as the arguments of
             `Boxes` without the base. Tensors are left out.
-        described: name of a descriptor -> name of its tensor, where they differ.
+        named: name of an argument -> name of the call's value that it takes, where they differ, or
+            the part of one; for a descriptor that of its tensor.
+
+    Attributes:
+        launcher: the launcher in C; None before the first run, and where it isn't used.
     """
 
     def __init__(
@@ -54,10 +58,11 @@ class FixedLaunch:
         program: Program,
         grid: int,
         values: Mapping[str, Any],
-        described: Mapping[str, str] | None = None,
+        named: Mapping[str, str | Part] | None = None,
     ) -> None:
         self.program = program
         self.grid = grid
+        self.launcher: Launcher | None = None
         self.values = {
             name: (value.shape, value.strides, value.block_shape)
             if isinstance(value, Boxes)
@@ -65,8 +70,8 @@ class FixedLaunch:
             for name, value in values.items()
             if not isinstance(value, Tensor)
         }
-        self._described = described or {}
-        self._launchers: list[Launcher | None] = []
+        self._named = named or {}
+        self._is_made = False
 
     def launch(self, values: Mapping[str, object], sums: Sequence[Tensor] = ()) -> Launch:
         """Return the launch with a call's values."""
@@ -79,10 +84,10 @@ class FixedLaunch:
             values: all other arguments that aren't constants, and possibly more; for a descriptor
                 the tensor, under the tensor's name.
         """
-        if not self._launchers:
-            launcher = self.program.launcher(device, self.values, self._described, values)
-            self._launchers.append(launcher)
-        launcher = self._launchers[0]
+        if not self._is_made:
+            self.launcher = self.program.launcher(device, self.values, self._named, values)
+            self._is_made = True
+        launcher = self.launcher
         if launcher is None or hooked():
             self.program.launch(self.grid, device, self.together(values))
         else:
@@ -90,9 +95,15 @@ class FixedLaunch:
 
     def together(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a launch, including a call's values."""
-        together = {**values, **self.values}
+        given = dict(values)
+        for name, source in self._named.items():
+            if isinstance(source, Part):
+                given[name] = source.within(values[source.of])
+            elif source in values:
+                given[name] = values[source]
+        together = {**given, **self.values}
         for name, fixed in self.values.items():
-            tensor = values.get(self._described.get(name, name))
+            tensor = given.get(name)
             if tensor is not None:
                 together[name] = Boxes(tensor, *fixed)
         return together
@@ -191,9 +202,14 @@ def compile_missing(programs: Sequence[Program], device: torch.device) -> None:
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Compile all launches' programs, then run them one after the other on the current stream of
     the current device."""
-    compile_missing([launch.program for launch in launches], device)
-    for launch in launches:
-        launch.run(device)
+    if hooked() or None in [launch.fixed.launcher for launch in launches]:
+        compile_missing([launch.program for launch in launches], device)
+        for launch in launches:
+            launch.run(device)
+        return
+    for fixed, values, _ in launches:
+        assert fixed.launcher is not None
+        fixed.launcher.launch(fixed.grid, device, values)
 
 
 def milliseconds(launch: Callable[[], None]) -> float:

@@ -41,6 +41,7 @@ typedef struct {
   PyObject *name;     /* of the call's value */
   Py_ssize_t element; /* of a tuple; -1: the value itself */
   Py_ssize_t offset;
+  Py_ssize_t begin; /* bytes from the value's address to the parameter's */
   Kind kind;
 } Slot;
 
@@ -96,10 +97,11 @@ static int write_slot(const Slot *slot, PyObject *value, void **address, int *kn
     if (!*known && address_of(value, address) < 0)
       return -1;
     *known = 1;
+    void *begin = (char *)*address + slot->begin;
     if (slot->kind == POINTER) {
-      memcpy(there, address, sizeof *address);
+      memcpy(there, &begin, sizeof begin);
     } else {
-      CUresult status = driver.replace_address((CUtensorMap *)there, *address);
+      CUresult status = driver.replace_address((CUtensorMap *)there, begin);
       if (status != CUDA_SUCCESS) {
         failed("a descriptor's address", status);
         return -1;
@@ -234,7 +236,7 @@ static void launch_dealloc(PyObject *self) {
 /* Launch(function, threads, shared, overlaps, fixed, places, slots), from `Parameters.launcher`.
  *
  * overlaps: see dependent_launch.py. fixed: bytes of all parameters. places: (offset, size) in it, of
- * each. slots: (name, element, kind, offset). */
+ * each. slots: (name, element, kind, offset, begin). */
 static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(names)) {
   unsigned long long function;
   unsigned threads, shared;
@@ -273,8 +275,8 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
     Slot *slot = launch->slot + i;
     int kind;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(slots, i), "UnCn", &slot->name, &slot->element, &kind,
-                          &slot->offset)) {
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(slots, i), "UnCnn", &slot->name, &slot->element,
+                          &kind, &slot->offset, &slot->begin)) {
       slot->name = NULL;
       goto broken;
     }

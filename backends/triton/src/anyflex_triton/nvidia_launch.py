@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import PerformanceWarning, free_in_child
-from anyflex_triton.arguments import Types, make_context
+from anyflex_triton.arguments import Part, Types, make_context
 
 __all__ = [
     "IS_KNOWN",
@@ -182,18 +182,19 @@ class Parameters:
         metadata: the compiler's.
         fixed: names of the arguments that a launcher is made with, all descriptors among them. A
             call gives the others.
-        described: as in `FixedLaunch`.
+        named: as in `FixedLaunch`.
     """
 
     def __init__(
         self, order: tuple[str, ...], types: Mapping[str, Types], metadata: Any,
-        fixed: Collection[str], described: Mapping[str, str],
+        fixed: Collection[str], named: Mapping[str, str | Part],
     ) -> None:  # fmt: skip
+        self._named = named
         self._bytes = bytearray()
         self._places: list[tuple[int, int]] = []
         self._fixed: list[tuple[str, int, str, int]] = []
-        self._descriptors: list[tuple[str, str, Any, tuple[int, int, int]]] = []
-        self._slots: list[tuple[str, int, str, int]] = []
+        self._descriptors: list[tuple[str, Any, tuple[int, int, int]]] = []
+        self._slots: list[tuple[str, int, str, int, int]] = []
         metas = iter(metadata.tensordesc_meta or ())
         for name in order:
             kind = types.get(name, ())
@@ -201,7 +202,7 @@ class Parameters:
                 for element, each in enumerate(kind):
                     self._add(name, element, each, name in fixed)
             elif kind.startswith("tensordesc"):
-                self._add_descriptor(name, described.get(name, name), next(metas))
+                self._add_descriptor(name, next(metas))
             else:
                 self._add(name, -1, kind, name in fixed)
         for _ in range(_SCRATCH):
@@ -227,19 +228,26 @@ class Parameters:
         else:
             self._add_slot(name, element, letter, offset)
 
-    def _add_descriptor(self, name: str, tensor: str, meta: Mapping[str, Any]) -> None:
+    def _add_descriptor(self, name: str, meta: Mapping[str, Any]) -> None:
         """Append a descriptor, and the numbers that Triton gives a kernel behind it: sizes in 32
         bits and strides in 64."""
         offset = self._append("", _DESCRIPTOR_BYTES)
         sizes, strides = (
             min([self._append(letter) for _ in meta["block_size"]]) for letter in "iq"
         )
-        self._descriptors.append((name, tensor, meta, (offset, sizes, strides)))
-        self._add_slot(tensor, -1, "A", offset)
+        self._descriptors.append((name, meta, (offset, sizes, strides)))
+        self._add_slot(name, -1, "A", offset)
+
+    def _source(self, name: str) -> tuple[str, int]:
+        """Return the name of the call's value that an argument takes, and the bytes from its
+        address to the argument's."""
+        source = self._named.get(name, name)
+        return (source.of, source.begin) if isinstance(source, Part) else (source, 0)
 
     def _add_slot(self, name: str, element: int, kind: str, offset: int) -> None:
+        source, begin = self._source(name)
         # One object per name: nvidia_launch.c recognizes the same value by it.
-        self._slots.append((sys.intern(name), element, kind, offset))
+        self._slots.append((sys.intern(source), element, kind, offset, begin))
 
     def launcher(
         self, function: int, metadata: Any, fixed: Mapping[str, Any], values: Mapping[str, Any]
@@ -261,9 +269,10 @@ class Parameters:
         for name, element, letter, offset in self._fixed:
             value = fixed[name]
             struct.pack_into(letter, content, offset, value if element < 0 else value[element])
-        for name, tensor, meta, (offset, sizes, strides) in self._descriptors:
+        for name, meta, (offset, sizes, strides) in self._descriptors:
             shape, steps, _ = fixed[name]
-            encoded = _encoded(values[tensor].data_ptr(), shape, steps, meta)
+            tensor, begin = self._source(name)
+            encoded = _encoded(values[tensor].data_ptr() + begin, shape, steps, meta)
             content[offset : offset + _DESCRIPTOR_BYTES] = encoded
             struct.pack_into(f"{len(shape)}i", content, sizes, *shape)
             struct.pack_into(f"{len(shape)}q", content, strides, *steps)

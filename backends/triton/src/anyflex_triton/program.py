@@ -25,7 +25,7 @@ from triton.runtime import driver
 
 from anyflex.plugin import free_in_child
 from anyflex_triton import absent_gpu, nvidia_launch
-from anyflex_triton.arguments import Boxes, Types, enter_device, pointer_type
+from anyflex_triton.arguments import Boxes, Part, Types, enter_device, pointer_type
 from anyflex_triton.compiled_files import CompiledFiles, kernel_name, kernel_to_ship
 from anyflex_triton.nvidia_launch import Launcher, Parameters
 from anyflex_triton.triton_launch import interpret, launch_kernel, load_kernel, make_launcher
@@ -240,14 +240,14 @@ class Program:
         self,
         device: torch.device,
         fixed: Mapping[str, Any],
-        described: Mapping[str, str],
+        named: Mapping[str, str | Part],
         values: Mapping[str, Any],
     ) -> Launcher | None:
         """Return a launcher that bypasses Triton's, with some values laid out; None where Triton's
         launcher or its interpreter is used. Compiles for the current device, if need be.
 
         Args:
-            fixed, described: as in `FixedLaunch`.
+            fixed, named: as in `FixedLaunch`.
             values: a call's, for the tensors of descriptors.
         """
         # CPU tensors stand in for an absent device's, or are interpreted.
@@ -258,10 +258,10 @@ class Program:
         if function is None:
             return None
         # A growing KV cache makes a launcher for each length, with the same parameters.
-        key = (tuple(fixed), *described.items())
+        key = (tuple(fixed), *named.items())
         parameters = self._laid_out.get(key)
         if parameters is None:
-            parameters = Parameters(self.order, self.types, metadata, fixed, described)
+            parameters = Parameters(self.order, self.types, metadata, fixed, named)
             self._laid_out[key] = parameters
         if self._needs_context:
             enter_device(device)

@@ -66,10 +66,8 @@ def interpret(
 
 def hooked() -> bool:
     """Whether one of Triton's hooks listens to launches."""
-    runtime = knobs.runtime
-    return not (
-        _listened(runtime.launch_enter_hook) is _listened(runtime.launch_exit_hook) is None
-    )
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _listened(hook: Any) -> Any:
