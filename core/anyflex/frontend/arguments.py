@@ -95,7 +95,8 @@ def check_tensors(
             f"B = {batch}.{direction}",
         )
     if heads != key_heads:
-        _check_heads(heads, key_heads, enable_gqa)
+        if not enable_gqa or key_heads == 0 or heads == 0 or heads % key_heads != 0:
+            _refuse_heads(heads, key_heads)
     elif heads == 0:
         fail("ArgumentError", "query and key must have at least one head, got H = 0.")
     return batch, heads, length, key_length, head_dim
@@ -140,7 +141,7 @@ def refuse_tensors(query: Any, key: Any, value: Any) -> NoReturn:
     raise AssertionError("query, key and value are dense tensors with four dimensions")
 
 
-def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
+def _refuse_heads(heads: int, key_heads: int) -> NoReturn:
     if heads == 0 or key_heads == 0:
         fail(
             "ArgumentError",
@@ -158,12 +159,11 @@ def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
             f"Hq must be a multiple of Hkv, got {heads} and {key_heads} (remainder "
             f"{heads % key_heads}).",
         )
-    if not enable_gqa:
-        fail(
-            "ArgumentError",
-            f"query has {heads} heads and key {key_heads}: pass enable_gqa=True for grouped "
-            "query attention.",
-        )
+    fail(
+        "ArgumentError",
+        f"query has {heads} heads and key {key_heads}: pass enable_gqa=True for grouped "
+        "query attention.",
+    )
 
 
 def _refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -216,6 +216,13 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
     Args:
         dtype: of query; but for float64 scores are float32.
     """
+    # The usual scale needs no more. Dynamo would put a guard on this.
+    if (
+        type(scale) is float
+        and not torch.compiler.is_dynamo_compiling()
+        and -_LARGEST <= scale <= _LARGEST
+    ):
+        return scale
     if isinstance(scale, Tensor):
         if scale.requires_grad:
             fail(

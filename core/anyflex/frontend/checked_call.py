@@ -71,8 +71,12 @@ def check(
     sinks: Any = None,
 ) -> CheckedCall:
     """Check `flex_attention`'s arguments, and return them in their one form."""
-    # Defaults, which most calls leave as they are, need no function to check them.
-    if enable_gqa is not False or return_lse is not False or backend is not None:
+    # What most calls pass needs no function to check it.
+    if (
+        (enable_gqa is not True and enable_gqa is not False)
+        or return_lse is not False
+        or backend is not None
+    ):
         check_flags(enable_gqa, return_lse, backend)
     aux = _NO_AUX
     if return_aux is not None or return_lse:

@@ -331,12 +331,17 @@ class Fit(NamedTuple):
 
 def boxed_layouts(call: Call) -> dict[str, tuple[Lengths, Lengths]] | None:
     """Return shape and strides of query, key and value, or None where some has no boxes."""
-    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    query, key, value = call.query, call.key, call.value
     found: dict[str, tuple[Lengths, Lengths]] = {
-        name: (tensor.shape, tensor.stride()) for name, tensor in tensors.items()
+        "query": (query.shape, query.stride()),
+        "key": (key.shape, key.stride()),
+        "value": (value.shape, value.stride()),
     }
-    size = call.query.element_size()
-    return found if all(has_boxes(*layout, size) for layout in found.values()) else None
+    size = query.element_size()
+    for shape, strides in found.values():
+        if not has_boxes(shape, strides, size):
+            return None
+    return found
 
 
 def fit_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -107,16 +108,13 @@ def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bo
     Args:
         shape, strides: of a tensor, in elements of `size` bytes.
     """
-    return (
-        all(0 < length < 1 << 31 for length in shape)
-        and (shape[-1] == 1 or strides[-1] == 1)
-        and all(
-            stride > 0 and stride * size % BYTES == 0 and stride * size < 1 << 40
-            for stride in strides_of(shape, strides, size)[:-1]
-        )
-    )
+    if not 0 < min(shape) <= max(shape) < 1 << 31 or (shape[-1] > 1 and strides[-1] != 1):
+        return False
+    outer = strides_of(shape, strides, size)[:-1]
+    return min(outer) > 0 and max(outer) * size < 1 << 40 and math.gcd(*outer) * size % BYTES == 0
 
 
+@lru_cache(4096)
 def strides_of(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return a tensor's strides, in elements. The stride of a dimension of size 1 is arbitrary; it
     is replaced by a contiguous tensor's, rounded up."""

@@ -117,7 +117,7 @@ def pointer_type(dtype: torch.dtype) -> str:
 def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return views of the same memory that read a bool as a byte."""
     return tuple(
-        tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor for tensor in tensors
+        [tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor for tensor in tensors]
     )
 
 

@@ -454,17 +454,19 @@ class Programs:
         device."""
         if call.packed is not None:
             return False
-        batch, heads, rows = call.query.shape[:3]
+        offsets, captured = call.index_offsets, call.captured
+        if min(offsets) < 0:
+            return False
+        # Loops, not all(): a decoding call of a padded batch asks in each layer.
+        for tensor in captured:
+            if tensor.ndim and tensor.stride(-1) != 1:
+                return False
+        batch, heads, rows, _ = call.query.shape
         counts = (batch, heads, rows, call.key.shape[2])
-        offsets = call.index_offsets
-        return (
-            min(offsets) >= 0
-            and all(t.stride()[-1] == 1 for t in call.captured if t.ndim)
-            and all(
-                offsets[argument] + counts[argument] <= call.captured[captured].shape[axis]
-                for captured, axis, argument in self._direct
-            )
-        )
+        for position, axis, argument in self._direct:
+            if offsets[argument] + counts[argument] > captured[position].shape[axis]:
+                return False
+        return True
 
     def kept(self, call: Call, key: object, make: Callable[[], T]) -> T:
         """Return what `make` returned the first time for this key and the call's shapes and

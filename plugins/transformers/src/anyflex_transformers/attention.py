@@ -74,7 +74,7 @@ def attention(
         ArgumentError: a mask or bias of a shape that doesn't fit, or a keyword that would change
             the result in a way that is unknown here.
     """
-    if others:
+    if not others.keys() <= WITHOUT_EFFECT:
         _refuse_unknown(module, others)
     if output_attentions:
         warnings.warn(
@@ -112,7 +112,7 @@ def attention(
         if not is_compiling() and given.count is not None:
             # Fewer keys cost less than a mask.
             keys = given.count
-            key, value = key[:, :, :keys], value[:, :, :keys]
+            key, value = key.narrow(2, 0, keys), value.narrow(2, 0, keys)
         else:
             on_scores = given.seen
     changed: Any = None

@@ -58,7 +58,8 @@ def _fitted(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tens
             f"{name} must have shape [1 or {batch}, 1 or {heads}, 1 or {rows}, at least {keys}], "
             f"got {list(tensor.shape)}"
         )
-    return tensor.expand(-1, -1, rows, -1)
+    # A view takes longer than all else here.
+    return tensor if tensor.shape[2] == rows else tensor.expand(-1, -1, rows, -1)
 
 
 def _live_in(mask: Tensor) -> ScoreMod:
