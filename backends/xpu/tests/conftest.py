@@ -3,7 +3,10 @@ elsewhere."""
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,12 @@ from anyflex.plugin import register
 from anyflex_xpu.backend import XpuBackend
 
 REAL = torch.xpu.is_available()
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
+    from interpreting import hasten
+
+    hasten()
 
 
 def pytest_configure() -> None:

@@ -26,6 +26,8 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="there is no Triton to interpret with"
     ),
+    # The interpreter warns thousands of times in a call, and pytest would keep each.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
 Mod = Callable[..., Tensor]
