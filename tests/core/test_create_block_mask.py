@@ -53,7 +53,7 @@ def test_blocks_of_every_mask_of_the_list_are_those_of_the_dense_mask(name: str)
             assert torch.equal(ours, live)
 
 
-@pytest.mark.parametrize("budget", [1, 7, 100, 5000][:: 1 if SOAK else 2])
+@pytest.mark.parametrize("budget", [7, *([1, 100, 5000] if SOAK else [])])
 @pytest.mark.parametrize("block", [(16, 16), (16, 300), (300, 8), (1, 400), (512, 1024)])
 def test_chunks_of_any_size_give_the_same_blocks(
     monkeypatch: pytest.MonkeyPatch, budget: int, block: tuple[int, int]

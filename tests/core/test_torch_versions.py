@@ -29,17 +29,18 @@ print(query.grad.shape == query.shape)
 """
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "del torch._C._len_torch_dispatch_stack, torch._C._is_fwd_grad_enabled",
-        "del torch._C._functorch.maybe_current_level, torch._C._functorch.maybe_get_level",
-        "del torch._C._functorch.peek_interpreter_stack",
-        "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
-        "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
-        "sys.modules['torch.compiler._cache'] = None",
-    ][:: 1 if SOAK else 3],
+MISSING = (
+    "del torch._C._len_torch_dispatch_stack, torch._C._is_fwd_grad_enabled",
+    "del torch._C._functorch.maybe_current_level, torch._C._functorch.maybe_get_level",
+    "del torch._C._functorch.peek_interpreter_stack",
+    "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
+    "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
+    "sys.modules['torch.compiler._cache'] = None",
 )
+
+
+# Together they take one process, each alone one of its own.
+@pytest.mark.parametrize("missing", ["\n".join(MISSING), *(MISSING if SOAK else [])])
 def test_a_torch_without_a_private_name_is_imported_and_used(missing: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(missing)], capture_output=True, text=True
