@@ -50,7 +50,7 @@ def test_misuse_with_a_forced_backend(row: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.compiled][:: 1 if SOAK else 3], ids=str
+    "row", [row for row in ROWS if row.compiled][:: 1 if SOAK else 6], ids=str
 )
 def test_misuse_compiled(row: Row) -> None:
     torch._dynamo.reset()
