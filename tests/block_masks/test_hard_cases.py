@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import anyflex
 from anyflex.errors import BlockMaskError
 from tests.block_masks.families import Sizes
 from tests.block_masks.test_random_masks import check
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -105,8 +107,12 @@ def looked_up(live: Tensor, q: Tensor, k: Tensor) -> Tensor:
 TABLE = torch.tensor([3, 40])
 
 
-@pytest.mark.parametrize("joined", [each_and, before_each, each_chosen])
-@pytest.mark.parametrize("used", [itself, chosen_number, added, looked_up])
+JOINED, USED = (each_and, before_each, each_chosen), (itself, chosen_number, added, looked_up)
+
+
+@pytest.mark.parametrize(
+    ("joined", "used"), list(itertools.product(JOINED, USED))[:: 1 if SOAK else 3]
+)
 def test_a_mask_of_a_thousand_conditions_is_built(
     joined: Callable[..., Tensor], used: Callable[..., Tensor]
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
 COMPILED = [name for name in WAYS if name not in UNSEEN_BY_DYNAMO]
 
 
-@pytest.mark.parametrize("name", COMPILED[:: 1 if SOAK else 5])
+@pytest.mark.parametrize("name", COMPILED[:: 1 if SOAK else 9])
 def test_a_change_between_compiled_calls_is_seen(name: str) -> None:
     torch._dynamo.reset()
     attend = torch.compile(anyflex.flex_attention, backend="eager", fullgraph=True)

@@ -68,7 +68,7 @@ def test_a_mod_has_the_values_and_gradients_of_its_formula(name: str) -> None:
     assert differences(found, wanted, tolerance=case.tolerance) == []
 
 
-@pytest.mark.parametrize("name", list(MOD_CASES)[:: 1 if SOAK else 3])
+@pytest.mark.parametrize("name", list(MOD_CASES)[:: 1 if SOAK else 6])
 def test_a_mod_that_is_made_inside_of_a_compiled_function(name: str) -> None:
     case = MOD_CASES[name]
     learned = learned_tensors(name, torch.float32)
@@ -90,11 +90,11 @@ def test_a_mod_that_is_made_inside_of_a_compiled_function(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "numbers"),
     [
-        (mods.softcap, [20.0, 30.0, 40.0, 50.0]),
+        (mods.softcap, [20.0, 30.0, 40.0]),
         (lambda cap: mods.softcap(cap, approximate=True), [20.0, 30.0, 40.0, 50.0]),
         (lambda offset: mods.alibi(4, offset=offset), [0, 1, 2, 3]),
         (lambda offset: mods.relative_bias(torch.ones(5, 4), offset), [4, 5, 6, 7]),
-    ],
+    ][:: 1 if SOAK else 2],
 )
 def test_a_number_that_changes_compiles_twice(
     make: Callable[..., Any], numbers: list[Any]

@@ -12,6 +12,7 @@ from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Forward, Results
 from tests.oracles.differences import differences
 from tests.oracles.runs import dense_to_runs
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
@@ -21,7 +22,7 @@ SIZES = Sizes(2, 2, 1, 70, 150)
 BLOCK_SIZES = ((16, 16), (64, 64), (128, 128), (32, 128))
 
 
-@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("name", list(MASK_MODS)[:: 1 if SOAK else 2])
 def test_a_mask_mod(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     entry = MASK_MODS[name]

@@ -6,6 +6,8 @@ changes, and what float32 costs the same dense formula.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,14 +16,17 @@ import anyflex
 from anyflex.testing.mods import SCORE_MODS, Mod, Sizes
 from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Forward, Results, gradients
+from tests.soak import SOAK
 
 __all__: list[str] = []
 
 SIZES = Sizes(2, 4, 2, 30, 41)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", SCORE_MODS)
+CASES = list(itertools.product(SCORE_MODS, (torch.float32, torch.bfloat16, torch.float16)))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES[:: 1 if SOAK else 2], ids=str)
 def test_a_score_mod_in_a_lower_precision(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
     mod = SCORE_MODS[name].make(SIZES, generator)
