@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from anyflex.contract.spec import Spec
+from anyflex.registry import isolated
 from tests.cli.conftest import RunCommand
 
 library = pytest.importorskip("anyflex_cpu.library", reason="anyflex-cpu is not installed")
@@ -100,7 +101,7 @@ def compiled(folder: Path) -> set[str]:
 
 
 def test_specs_that_were_listed_are_warmed_to_what_their_calls_had_compiled(
-    calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: RunCommand
 ) -> None:
     targets = [f"{calls}::{name}" for name in ("training", "decoding", "arguments")]
     done = in_a_process("warm", *targets, "--jobs", "2", "--json")
@@ -111,22 +112,24 @@ def test_specs_that_were_listed_are_warmed_to_what_their_calls_had_compiled(
     first = compiled(tmp_path / "cache")
     assert sum(name.endswith(".o") for name in first) >= 4
 
-    listed = in_a_process("cache", "specs")
-    (tmp_path / "specs.txt").write_text(listed.stdout)
-    assert len(listed.stdout.splitlines()) >= 4
+    listed = command("cache", "specs").out
+    (tmp_path / "specs.txt").write_text(listed)
+    assert len(listed.splitlines()) >= 4
     monkeypatch.setenv("ANYFLEX_CACHE_DIR", str(tmp_path / "second"))
-    done = in_a_process("warm", str(tmp_path / "specs.txt"), "--jobs", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"warmed {len(listed.stdout.splitlines())} of ")
+    with isolated():
+        warmed = command("warm", str(tmp_path / "specs.txt"), "--jobs", "1")
+    assert warmed.code == 0, warmed.err
+    assert warmed.out.startswith(f"warmed {len(listed.splitlines())} of ")
     assert compiled(tmp_path / "second") == first
 
 
-def test_each_failure_is_named_with_its_reason(calls: str) -> None:
-    names = ("nothing", "refused", "raising", "dying", "absent", "arguments")
+def test_each_failure_is_named_with_its_reason(calls: str, command: RunCommand) -> None:
+    # One process: each task from the one that dies on gets another.
+    names = ("nothing", "refused", "raising", "absent", "dying", "arguments")
     targets = [f"{calls}::{name}" for name in names]
-    done = in_a_process("warm", *targets, "--json", "--jobs", "2")
-    assert done.returncode == 1
-    facts = json.loads(done.stdout)
+    done = command("warm", *targets, "--json", "--jobs", "1")
+    assert done.code == 1
+    facts = json.loads(done.out)
     assert facts["warmed"] == 1
     reasons = {failed["target"].rpartition(":")[2]: failed["reason"] for failed in facts["failed"]}
     assert reasons.keys() == {"nothing", "refused", "raising", "dying", "absent"}
@@ -136,7 +139,7 @@ def test_each_failure_is_named_with_its_reason(calls: str) -> None:
     assert "BackendRefused: backend='cuda' computes on cuda tensors" in reasons["refused"]
     assert "has no function 'absent'" in reasons["absent"]
     for failed in facts["failed"]:
-        assert f"anyflex warm: {failed['target']}: " in done.stderr
+        assert f"anyflex warm: {failed['target']}: " in done.err
 
 
 def line(**changes: Any) -> str:
@@ -170,12 +173,12 @@ def test_a_spec_that_cannot_be_called_here_is_not_run(
         warm_spec(Spec.from_text(facts["spec"]), facts["backend"])
 
 
-def test_a_device_that_is_absent_is_status_3(tmp_path: Path) -> None:
+def test_a_device_that_is_absent_is_status_3(tmp_path: Path, command: RunCommand) -> None:
     path = tmp_path / "specs.txt"
     path.write_text(line(device_type="xpu", backend="xpu") + "\n")
-    done = in_a_process("warm", str(path))
-    assert done.returncode == 3
-    assert f"{path}:1 (xpu: " in done.stderr and "no device of type 'xpu'" in done.stderr
+    done = command("warm", str(path))
+    assert done.code == 3
+    assert f"{path}:1 (xpu: " in done.err and "no device of type 'xpu'" in done.err
 
 
 @pytest.mark.parametrize("text", ["junk", "{}", '{"backend": "cpu", "spec": "a=b"}', "[1]"])
