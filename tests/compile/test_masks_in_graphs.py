@@ -107,11 +107,16 @@ def dense(make: Make, x: Tensor, ids: Tensor, number: int, layers: int = 2) -> T
 
 
 def with_gradient(function: Callable[..., Any], x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return stepped(function, x, *rest)[:2]
+
+
+def stepped(function: Callable[..., Any], x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Any]:
+    """Return the output, the gradient of x, and the mask where the function gives one."""
     x = x.clone().requires_grad_()
-    out = function(x, *rest)
-    out = out[0] if isinstance(out, tuple) else out
+    found = function(x, *rest)
+    out, mask = found if isinstance(found, tuple) else (found, None)
     (gradient,) = torch.autograd.grad((out * torch.linspace(-1, 1, out.shape[3])).sum(), x)
-    return out.detach(), gradient
+    return out.detach(), gradient, mask
 
 
 @pytest.mark.parametrize("name", MODS)
@@ -119,22 +124,26 @@ def test_a_compiled_model_builds_the_mask_of_an_eager_one_at_any_length(name: st
     make = MODS[name]
     counting = CountingBackend()
     forward = model(make)
-    compiled = torch.compile(forward, fullgraph=True, backend=counting)
+    # torch makes sizes dynamic when they change: the others begin there, with half of the graphs.
+    changes = SOAK or name == "packed"
+    compiled = torch.compile(
+        forward, fullgraph=True, backend=counting, dynamic=None if changes else True
+    )
     # The first lengths of each number of blocks also differ in their number of runs.
     lengths = ((70, 9), (130, 12), (17, 4), (48, 30), (200, 11))
-    for length, number in lengths if SOAK or name == "packed" else lengths[:3]:
+    for length, number in lengths if changes else lengths[:3]:
         x, ids = inputs(length)
         wanted = with_gradient(lambda *given: dense(make, *given), x, ids, number)
-        found = with_gradient(compiled, x, ids, number)
+        *found, built = stepped(compiled, x, ids, number)
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other.to(one.dtype), rtol=2e-5, atol=2e-5)
-        built, eager = compiled(x, ids, number)[1], forward(x, ids, number)[1]
+        eager = forward(x, ids, number)[1]
         assert built == eager and eager == built
         # Inside of the graph there is room for more.
         used = int(eager.offsets[-1, -1, -1])
         assert torch.equal(built.offsets, eager.offsets)
         assert torch.equal(built.runs[:used], eager.runs[:used]) and not built.runs[used:].any()
-    assert counting.graphs <= 4  # with and without a gradient
+    assert counting.graphs <= 2
 
 
 def test_inductor_builds_it_too() -> None:
@@ -188,7 +197,7 @@ def test_layers_and_steps_share_what_is_derived(monkeypatch: pytest.MonkeyPatch)
     counted(MaskViews, "_transpose")
     counted(op_implementations, "built_runs")
     monkeypatch.setattr("anyflex.frontend.custom_ops._copied_views", None)
-    compiled = torch.compile(model(packed, layers=4), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model(packed, layers=2), fullgraph=True, backend="aot_eager")
     for seed in range(3):
         x, ids = inputs(96)
         with_gradient(compiled, x + seed, ids, 0)
@@ -246,7 +255,7 @@ def test_a_mark_is_that_of_the_content_and_finds_nothing_else() -> None:
 
 
 def test_a_mask_goes_through_a_graph_break_and_out_of_the_graph() -> None:
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="eager")
     def broken(x: Tensor, ids: Tensor) -> Any:
         mask = create_block_mask(packed(x, ids, 0), 2, None, 96, 96, BLOCK_SIZE=BLOCK)
         torch._dynamo.graph_break()
@@ -374,7 +383,8 @@ def test_rows_are_sliced_in_a_graph(inside: bool) -> None:
     wanted = dense(packed, x, ids, 0, 1).float()
     mask = model(packed)(x, ids, 0)[1]
     compiled = torch.compile(attend, fullgraph=True, backend=counting, dynamic=True)
-    for start, stop in ((0, 32), (32, 64), (33, 70), (64, 65), (90, 91), (95, 96)):
+    ranges = ((0, 32), (32, 64), (33, 70), (64, 65), (90, 91), (95, 96))
+    for start, stop in ranges if SOAK or inside else ranges[:3]:
         found, rows = compiled(x, ids, mask, start, stop)
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=2e-5, atol=2e-5)
         assert rows == mask.row_slice(start, stop)
@@ -481,7 +491,7 @@ def test_a_mask_for_one_batch_entry_serves_no_others_in_a_graph_either() -> None
 
 
 def test_a_read_outside_of_a_captured_tensor_is_refused_when_the_program_runs() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
     def attend(x: Tensor, table: Tensor) -> Any:
         mask = create_block_mask(lambda b, h, q, k: table[k] >= 0, None, None, 64, 64)
         return anyflex.flex_attention(x, x, x, block_mask=mask)
@@ -492,7 +502,7 @@ def test_a_read_outside_of_a_captured_tensor_is_refused_when_the_program_runs() 
         attend(x, torch.zeros(40))
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [True, *([False] if SOAK else [])])
 def test_a_mod_that_only_vmap_runs_is_refused(fullgraph: bool) -> None:
     table = torch.arange(64 * 65).view(64, 65) % 5
 
