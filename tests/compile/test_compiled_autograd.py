@@ -55,7 +55,7 @@ def loss_of(inputs: list[Tensor], mask: Any, scored: bool, lse: bool, slope: flo
     return out.square().sum() + (aux.lse.sin().sum() if lse else 0.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS if SOAK else BACKENDS[1:])
 def test_the_backward_of_eager_calls_is_one_graph(backend: str) -> None:
     calls = {
         f"mask {name}, scored {scored}, lse {lse}": (mask, scored, lse, 0.1)
@@ -87,7 +87,7 @@ def test_new_numbers_make_no_new_graph_for_ever() -> None:
     counting = CountingBackend()
     compiler = torch.compile(backend=counting, fullgraph=True)
     graphs = []
-    for slope in (0.1, 0.2, 0.3, 0.4):
+    for slope in (0.1, 0.2, 0.3):
         found, wanted = leaves(), leaves()
         loss_of(wanted, MASKS["causal"], True, False, slope).backward()
         loss = loss_of(found, MASKS["causal"], True, False, slope)
@@ -96,7 +96,7 @@ def test_new_numbers_make_no_new_graph_for_ever() -> None:
         for tensor, other in zip(found, wanted, strict=True):
             assert torch.equal(tensor.grad, other.grad)  # type: ignore[arg-type]
         graphs.append(counting.graphs)
-    assert graphs == [1, 2, 2, 2]
+    assert graphs == [1, 2, 2]
 
 
 @pytest.mark.parametrize("backend", BACKENDS if SOAK else ["aot_eager"])

@@ -28,7 +28,7 @@ def compiled(attend: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(attend, backend="eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("name", list(SCORE_MODS)[:: 1 if SOAK else 10])
+@pytest.mark.parametrize("name", list(SCORE_MODS)[:: 1 if SOAK else 16])
 def test_a_compiled_score_mod(name: str) -> None:
     mod = SCORE_MODS[name].make(SIZES, torch.Generator().manual_seed(1))
     tensors = [*inputs(2), *mod.learned.values()]
@@ -39,7 +39,7 @@ def test_a_compiled_score_mod(name: str) -> None:
     compare(attend, mod, tensors)
 
 
-@pytest.mark.parametrize("name", list(MASK_MODS)[:: 1 if SOAK else 10])
+@pytest.mark.parametrize("name", list(MASK_MODS)[:: 1 if SOAK else 16])
 def test_a_compiled_call_with_a_block_mask(name: str) -> None:
     mask = MASK_MODS[name].make(SIZES, torch.Generator().manual_seed(1))
     score = SCORE_MODS["alibi_learned"].make(SIZES, torch.Generator().manual_seed(3))

@@ -82,7 +82,7 @@ OF_A_LENGTH: dict[str, Callable[[Any], Any]] = {
 
 
 @WAYS
-@pytest.mark.parametrize("expression", list(OF_A_LENGTH)[:: 1 if SOAK else 3])
+@pytest.mark.parametrize("expression", list(OF_A_LENGTH)[:: 1 if SOAK else 5])
 def test_a_number_of_a_size_follows_the_size(
     expression: str, program_of: Callable[[Attend], Any]
 ) -> None:
