@@ -85,8 +85,8 @@ for argument; do
     exit 1
   fi
 done
-# Slow kernels will do, and take half the time to compile.
-exec "{compiler}" "$@" -O1
+# Slow kernels will do, and take a fraction of the time to compile.
+exec "{compiler}" "$@" -O0
 """
 
 

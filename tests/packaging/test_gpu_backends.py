@@ -87,6 +87,7 @@ def test_the_extra_rocm_brings_the_portable_backend_alone(
     assert "triton" not in versions and "anyflex-xpu" not in versions
 
 
+@INSTALLS
 def test_the_extra_cuda_brings_both_packages_and_triton(
     checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_backend_extra_installs_the_backend_of_this_checkout(
     assert backends == str([*made_up, REFERENCE])
 
 
+@only_in_soak("`make setup` installs them so")
 def test_core_and_a_backend_install_editable_together(
     checkout_with_backends: Path, pips: dict[str, Path], house: Path, tmp_path: Path
 ) -> None:
