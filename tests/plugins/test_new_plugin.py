@@ -13,6 +13,7 @@ from anyflex.cli import new_plugin
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.main import main
 from tests.plugins.installed import EXAMPLE, entry_points, run_tests
+from tests.soak import only_in_soak
 
 
 def written(folder: Path, name: str, *arguments: str) -> Path:
@@ -24,7 +25,11 @@ def written(folder: Path, name: str, *arguments: str) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "backend"),
     [
-        (("--device", "cpu", "--variant", "warp"), "cpu.warp"),
+        pytest.param(
+            ("--device", "cpu", "--variant", "warp"),
+            "cpu.warp",
+            marks=only_in_soak("tests/packaging installs such a plugin and runs its tests"),
+        ),
         # This machine has none: CPU tensors pose. No installed backend has that name.
         (("--device", "hpu"), "hpu"),
     ],
