@@ -5,12 +5,18 @@ The order of threads is drawn by the case's name: a case that failed fails again
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
+from conftest import KEPT
 from emulated_backend import SCHEDULE, Emulated, drawn_schedule
+from emulator import compile_shader
 from soak import SOAK
 
 from anyflex.testing import Conformance
+from anyflex_mps.text import TYPES
 
 
 def test_kernels_run_in_the_order_that_the_variable_names(
@@ -49,7 +55,8 @@ class TestEmulated(Conformance):
             "layouts/*_long", "masks/[b-d]*", "memory/*", "mods/[a-c]*", "precision/*",
             "ragged/no_rows_between", "ragged/page_*", "ragged/paged", "ragged/p*_and_decoding",
             "ragged/parts_of_the_keys", "ragged/sinks_in_pages", "refusals/*", "run_time/*",
-            "shapes/*[a-z]", "shapes/*_*[17]", "state/*", "structure/*",
+            "ragged/paged_half", "shapes/*[a-z]", "shapes/*_*[17]", "sinks/half_row", "state/*",
+            "structure/*",
         )
     )  # fmt: skip
 
@@ -57,3 +64,32 @@ class TestEmulated(Conformance):
     def schedule(self, conformance_case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # A variable: the processes that a case starts inherit it.
         monkeypatch.setenv(SCHEDULE, drawn_schedule(conformance_case))
+        monkeypatch.setattr("emulated_backend.compile_shader", kept)
+        RAN.add(f"test_case[{conformance_case}]")
+
+
+RAN: set[str] = set()
+"""Cases that began."""
+COMPILED: set[tuple[str, str]] = set()
+"""Kernels that were compiled, each with a type of its tensors."""
+
+
+def kept(source: str, **how: Any) -> Any:
+    """Compile a source, and keep what it has."""
+    names = re.findall(r"kernel void (\w+)\(", source)
+    names += re.findall(r"(captured_gradients|op_add_float|op_add_exactly)\(", source)
+    COMPILED.update(
+        (name, each)
+        for name in names
+        for each in re.findall(r"device const (float|half|bfloat)\* key", source)
+    )
+    return compile_shader(source, **how)
+
+
+def test_what_ran_has_each_kernel_and_dtype() -> None:
+    if not RAN >= KEPT:
+        pytest.skip("a part of the cases ran")
+    for name in ("forward", "decode", "keys", "queries"):
+        assert {(name, type_) for type_ in TYPES.values()} <= COMPILED
+    functions = ("captured_gradients", "op_add_float", "op_add_exactly")
+    assert {(name, "float") for name in functions} <= COMPILED
