@@ -23,8 +23,8 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
 @pytest.fixture(autouse=True)
-def gpu() -> Iterator[None]:
-    with isolated(), posing("mps"):
+def gpu(seed: int) -> Iterator[None]:
+    with isolated(), posing("mps", arch=f"apple{7 + seed % 4}"):
         register("mps", Emulated)
         yield
 

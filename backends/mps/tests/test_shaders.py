@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +126,28 @@ def test_a_kernel_that_the_gpu_runs_with_fewer_threads_is_a_typed_error() -> Non
 def test_threads_that_just_suffice_are_enough() -> None:
     kernel = SimpleNamespace(max_threads_per_threadgroup=SHADER.threads)
     assert Shaders(lambda source: SimpleNamespace(forward=kernel)).kernel(SHADER) is kernel
+
+
+def test_threads_that_launch_at_once_compile_a_source_once() -> None:
+    compiled, kernel = [], SimpleNamespace(max_threads_per_threadgroup=SHADER.threads)
+    both = threading.Barrier(2, timeout=1)
+
+    def compiler(source: str) -> Any:
+        compiled.append(source)
+        # A second thread would meet the first one here.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait()
+        return SimpleNamespace(forward=kernel)
+
+    shaders, found = Shaders(compiler), []
+    threads = [
+        threading.Thread(target=lambda: found.append(shaders.kernel(SHADER))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [SHADER.text] and found == [kernel] * 4
 
 
 def made_by(compiler: CompileShader) -> SpecShaders:
