@@ -8,9 +8,10 @@ separate kernel makes dQ (`hopper_wide_backward`), whose sums always repeat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from anyflex_triton.building import (
     Launch,
     Mods,
     Options,
+    Part,
     Program,
     Programs,
     backward_key,
@@ -48,12 +50,12 @@ from anyflex_triton.building import (
     row_values_launch,
     split_arguments,
     sums_launch,
-    with_rows,
 )
 
 __all__ = [
+    "BackwardFit",
+    "backward_fit_of",
     "backward_programs",
-    "backward_workspace",
     "hopper_launches",
     "is_wide",
     "makes_dq",
@@ -61,7 +63,15 @@ __all__ = [
     "refused_backward",
 ]
 
+Names = Mapping[str, str | Part]
+"""Arguments' names -> what they take, as in `FixedLaunch`."""
+
 _KEYS = hopper_backward.KEYS
+_KEY_ROWS = {name: f"key_{name}" for name in ("offsets", "ends", "runs", "mask_strides")}
+"""Names of values of the kernel that makes dK and dV, which takes the transposed mask's rows under
+the names that other kernels have for the mask's rows."""
+_ALIGNMENT = 128
+"""Bytes that divide the position of each tensor in the workspace."""
 _ROWS_PADDED = 128
 _SUMMED_ROWS = 64
 """Number of query rows whose sums of dQ are contiguous, and are checked together."""
@@ -188,9 +198,22 @@ class Work(NamedTuple):
     row_values: Tensor
     odd_keys: Tensor
     counter: Tensor
-    key_sums: Tensor | None
-    dq_sums: Tensor | None
-    odd_rows: Tensor | None
+    key_sums: Tensor | None = None
+    dq_sums: Tensor | None = None
+    odd_rows: Tensor | None = None
+
+
+class BackwardFit(NamedTuple):
+    """Workspace of backward's calls of the same shapes and strides.
+
+    Args:
+        parts: the tensors of `Work` by name, as parts of the value "workspace".
+        workspace: the one tensor that holds them: allocating five or six took the host a tenth of
+            a small backward's time.
+    """
+
+    parts: Mapping[str, Part]
+    workspace: tuple[TensorSpec, ...]
 
 
 def _key_tiles(spec: Spec, keys: int) -> int:
@@ -206,104 +229,85 @@ def _key_columns(spec: Spec) -> dict[str, int]:
     return {name: padded(dim) for name, dim in dims.items()}
 
 
-def backward_workspace(
-    spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...], device: torch.device
-) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors that `_work_of` takes.
-
-    Args:
-        want_dq: result of `makes_dq`.
-        query, key: shapes.
-    """
+def backward_fit_of(spec: Spec, call: Call) -> BackwardFit:
+    """Return the `BackwardFit` of a call that Hopper's backward takes."""
+    query, key = call.query.shape, call.key.shape
     batch, heads, length = query[:3]
     kv_batch, kv_heads, keys = key[:3]
     rows = -(-length // _ROWS_PADDED) * _ROWS_PADDED
-    found = [
-        TensorSpec((4, batch, heads, rows), torch.float32),
-        TensorSpec((kv_batch * kv_heads, _key_tiles(spec, keys)), torch.int32),
-        TensorSpec((1,), torch.int32),
-    ]
+    specs = {
+        "row_values": TensorSpec((4, batch, heads, rows), torch.float32),
+        "odd_keys": TensorSpec((kv_batch * kv_heads, _key_tiles(spec, keys)), torch.int32),
+        "counter": TensorSpec((1,), torch.int32),
+    }
     tile = _WIDE_STEP if is_wide(spec) else _KEYS
     rows_of_keys = -(-keys // tile) * tile
     columns = sum(_key_columns(spec).values())
-    cores = forward_call.cores(device)
-    found += key_sums_specs(query, key, tile, rows_of_keys, columns, cores)
-    if want_dq:
-        found.append(TensorSpec((batch * heads, rows // _SUMMED_ROWS), torch.int32))
+    cores = forward_call.cores(call.query.device)
+    for sums in key_sums_specs(query, key, tile, rows_of_keys, columns, cores):
+        specs["key_sums"] = sums
+    if makes_dq(spec):
+        specs["odd_rows"] = TensorSpec((batch * heads, rows // _SUMMED_ROWS), torch.int32)
         if not is_wide(spec):
-            sums = rows * padded(spec.head_dim) // 32
-            found.append(TensorSpec((batch * heads, sums, 32), torch.float32))
-    return tuple(found)
-
-
-def _work_of(workspace: Sequence[Tensor]) -> Work:
-    """Return the tensors of `backward_workspace` by name."""
-    row_values, odd_keys, counter, *rest = workspace
-    key_sums = rest.pop(0) if rest and rest[0].ndim == 4 else None
-    odd_rows, sums, *_ = (*rest, None, None)
-    return Work(row_values, odd_keys, counter, key_sums, sums, odd_rows)
+            size = rows * padded(spec.head_dim) // 32
+            specs["dq_sums"] = TensorSpec((batch * heads, size, 32), torch.float32)
+    parts, end = {}, 0
+    for name, each in specs.items():
+        parts[name] = Part("workspace", end, each.shape, each.dtype)
+        size = math.prod(each.shape) * each.dtype.itemsize
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return BackwardFit(parts, (TensorSpec((end,), torch.uint8),))
 
 
 def hopper_launches(
     portable: Programs,
     gluon: GluonPrograms,
+    fit: BackwardFit,
     call: Call,
     saved: Saved,
     grad: GradInputs,
     grads: Grads,
-) -> tuple[list[Launch], dict[str, Any]]:
+) -> list[Launch]:
     """Return the launches that fill grads.dk, grads.dv, and where `makes_dq` grads.dq and
-    grads.captured, and their values, which serve the portable pass over query rows too.
+    grads.captured.
 
     Args:
+        fit: the call's.
         grad: gradients whose dout `is_boxed`.
-        grads: with the tensors of `backward_workspace` first in its workspace.
+        grads: with the tensor of `fit.workspace` first in its workspace.
     """
-    work = _work_of(grads.workspace)
-    # The True is safe: whether tiles end where the lengths do follows from the shapes.
-    mods = gluon.mods_key(call, True)
-    key = ("anyflex_cuda.backward", mods, backward_key(portable, call, saved, grad, grads))
-    make = partial(_fixed_launches, portable, gluon, call, saved, grad, grads)
+    key = ("anyflex_cuda.backward", backward_key(gluon, call, saved, grad))
+    make = partial(_fixed_launches, portable, gluon, fit, call, saved, grad, grads)
     fixed = gluon.kept(call, key, make)
-    values = backward_values(portable, call, saved, grad, grads)
-    values.update(
-        odd_keys=work.odd_keys, odd_rows=or_else(work.odd_rows, work.odd_keys),
-        counter=work.counter, dq_sums=or_else(work.dq_sums, work.row_values),
-        key_sums=work.key_sums, totals=_totals(grads, work),
-    )  # fmt: skip
-    # The second launch makes dK and dV. Its kernel takes the transposed mask's rows under the
-    # names that other kernels have for the mask's rows.
-    key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
-    of_main = with_rows(values, key_rows)
-    values.update(
-        key_offsets=of_main["offsets"], key_ends=of_main["ends"], key_runs=of_main["runs"],
-        key_mask_strides=of_main["mask_strides"],
-    )  # fmt: skip
-    launches = [each.launch(of_main if i == 1 else values) for i, each in enumerate(fixed)]
-    return launches, values
+    values = backward_values(gluon, call, saved, grad, grads, None)
+    values["workspace"] = grads.workspace[0]
+    if "dq_sums" not in fit.parts:
+        values["totals"] = ()
+    mask = call.mask
+    rows = values if mask is None else mask_rows(mask.transposed()).values()
+    values["key_offsets"], values["key_ends"] = rows["offsets"], rows["ends"]
+    values["key_runs"], values["key_mask_strides"] = rows["runs"], rows["mask_strides"]
+    return [Launch(each, values) for each in fixed]
 
 
 def backward_programs(
-    portable: Programs,
-    gluon: GluonPrograms,
-    call: Call,
-    out: Outputs,
-    workspace: Sequence[TensorSpec],
+    portable: Programs, gluon: GluonPrograms, fit: BackwardFit, call: Call, out: Outputs
 ) -> list[Program]:
     """Return the programs that `hopper_launches` will launch for a call if dout is laid out as out
     is, and dq, dk and dv as query, key and value are.
 
     Args:
+        fit: the call's.
         out: outputs of the call's forward.
-        workspace: from `backward_workspace`.
     """
-    expected = expected_backward(portable.spec, call, out, workspace)
-    return [launch.program for launch in _fixed_launches(portable, gluon, call, *expected)]
+    expected = expected_backward(portable.spec, call, out, fit.workspace)
+    return [launch.program for launch in _fixed_launches(portable, gluon, fit, call, *expected)]
 
 
 def _fixed_launches(
     portable: Programs,
     gluon: GluonPrograms,
+    fit: BackwardFit,
     call: Call,
     saved: Saved,
     grad: GradInputs,
@@ -311,17 +315,20 @@ def _fixed_launches(
 ) -> list[FixedLaunch]:
     """Return the parts of `hopper_launches` that calls of the same shapes, strides and alignment
     share."""
-    work = _work_of(grads.workspace)
+    parts, memory = fit.parts, grads.workspace[0]
+    work = Work(**{name: part.within(memory) for name, part in parts.items()})
+    # A pointer that is never used must still be valid.
+    named = {"odd_rows": parts["odd_keys"], "dq_sums": parts["row_values"], **parts}
     if is_wide(gluon.spec):
-        main = _wide_launches(gluon, call, grad.dout, grads, work)
+        main = _wide_launches(gluon, call, grad.dout, grads, work, named)
     else:
-        main = [_main(gluon, call, grad.dout, grads, work)]
+        main = [_main(gluon, call, grad.dout, grads, work, {**named, **_KEY_ROWS})]
     return [
-        _prepare(portable, call, saved, grad, work),
+        _prepare(portable, call, saved, grad, work, named),
         *main,
-        *_sums(portable, call, grads, work),
-        *([] if work.dq_sums is None else [_convert(portable, call, grads, work)]),
-        _repair(portable, call, grad.dout, grads, work),
+        *_sums(portable, call, grads, work, named),
+        *([] if work.dq_sums is None else [_convert(portable, call, grads, work, named)]),
+        _repair(portable, call, grad.dout, grads, work, named),
     ]
 
 
@@ -333,24 +340,26 @@ def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
     return tuple(total for total in grads.captured if total is not None)
 
 
-def _sums(made: Programs, call: Call, grads: Grads, work: Work) -> list[FixedLaunch]:
+def _sums(made: Programs, call: Call, grads: Grads, work: Work, named: Names) -> list[FixedLaunch]:
     if work.key_sums is None:
         return []
     columns = _key_columns(made.spec)
-    return [sums_launch(made, call, grads, work.key_sums, columns, work.odd_keys)]
+    return [sums_launch(made, call, grads, work.key_sums, columns, work.odd_keys, named)]
 
 
 def _prepare(
-    made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work
+    made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work, named: Names
 ) -> FixedLaunch:
     constants = {"WANT_DQ": work.dq_sums is not None, "D": padded(made.spec.head_dim)}
     return row_values_launch(
         made, call, saved, grad, work.row_values, backward_rows.prepare_kernel,
-        work.row_values.shape[3], constants, TYPES, {"dq_sums": BYTES},
+        work.row_values.shape[3], constants, TYPES, {"dq_sums": BYTES}, named,
     )  # fmt: skip
 
 
-def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work) -> FixedLaunch:
+def _main(
+    made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work, named: Names
+) -> FixedLaunch:
     spec = made.spec
     dk, dv = grads.dk, grads.dv
     assert dk is not None and dv is not None
@@ -401,6 +410,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
         fixed,
         types={"totals": tuple(pointer_type(total.dtype) for total in totals)},
         aligned=split.aligned,
+        named=named,
     )
 
 
@@ -418,7 +428,7 @@ def _wide_boxes(tensors: Mapping[str, Tensor | None]) -> dict[str, Boxes | None]
 
 
 def _wide_launches(
-    made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work
+    made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work, named: Names
 ) -> list[FixedLaunch]:
     """Return the launches that fill grads.dv, grads.dk, and, where there are `work.odd_rows`,
     grads.dq."""
@@ -437,7 +447,7 @@ def _wide_launches(
         _wide_launch(
             made, call, row_values, False, mods, ragged, {**given, "dq": None, "dk": dk, "dv": dv},
             kv_batch * kv_heads * splits, -(-keys // _WIDE_STEP),
-            key_head_group(call, splits=splits), work.key_sums,
+            key_head_group(call, splits=splits), {**named, **_KEY_ROWS}, work.key_sums,
         )
     ]  # fmt: skip
     if work.odd_rows is not None:
@@ -447,7 +457,7 @@ def _wide_launches(
             _wide_launch(
                 made, call, row_values, True, made.mods(call, even and length % _WIDE_ROWS == 0),
                 bool(keys % _WIDE_STEP), {**given, "dq": dq, "dk": None, "dv": None},
-                units, -(-length // _WIDE_ROWS), made.head_group(units, keys),
+                units, -(-length // _WIDE_ROWS), made.head_group(units, keys), named,
             )
         )  # fmt: skip
     return launches
@@ -456,7 +466,7 @@ def _wide_launches(
 def _wide_launch(
     made: GluonPrograms, call: Call, row_values: Tensor, of_queries: bool, mods: Mods,
     ragged: bool, tensors: Mapping[str, Tensor | None], units: int, tiles: int, head_group: int,
-    key_sums: Tensor | None = None,
+    named: Names, key_sums: Tensor | None = None,
 ) -> FixedLaunch:  # fmt: skip
     # Imported here because few processes need it, and Triton reads the source of each of its
     # functions.
@@ -491,11 +501,11 @@ def _wide_launch(
         Options(4, 1),
         {name: each for name, each in fixed.items() if each is not None},
         aligned=split.aligned,
-        named={f"{name}_2": name for name in tensors},
+        named={**named, **{f"{name}_2": name for name in tensors}},
     )
 
 
-def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> FixedLaunch:
+def _convert(made: Programs, call: Call, grads: Grads, work: Work, named: Names) -> FixedLaunch:
     dq, odd_rows = grads.dq, work.odd_rows
     assert dq is not None and odd_rows is not None
     layouts = {"dq": layout_of(dq)}
@@ -508,10 +518,13 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> FixedLaunc
         layouts,
         TYPES,
         {"dq_sums": BYTES},
+        named,
     )
 
 
-def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> FixedLaunch:
+def _repair(
+    made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work, named: Names
+) -> FixedLaunch:
     dk, dv, odd_rows, odd_keys = grads.dk, grads.dv, work.odd_rows, work.odd_keys
     assert dk is not None and dv is not None
     totals = _totals(grads, work)
@@ -542,4 +555,5 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
         fixed,
         layouts,
         {**TYPES, "totals": tuple(pointer_type(total.dtype) for total in totals)},
+        named=named,
     )

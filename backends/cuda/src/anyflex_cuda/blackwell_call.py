@@ -9,7 +9,12 @@ from typing import Literal, NamedTuple
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import blackwell_forward
 from anyflex_cuda.forward_call import Fit, boxed_program, fit_of, launch_boxed, refusal
-from anyflex_cuda.gluon_kernels import FORWARD_OPTIONS, GluonPrograms, refused_options
+from anyflex_cuda.gluon_kernels import (
+    FORWARD_FIT,
+    FORWARD_OPTIONS,
+    GluonPrograms,
+    refused_options,
+)
 from anyflex_triton.building import KernelInputs, Mods, Program, TritonKernel, wanted_outputs
 
 __all__ = ["BlackwellKernel", "program_for", "refused_spec", "tiles_for"]
@@ -123,7 +128,7 @@ class BlackwellKernel(TritonKernel):
         call."""
         if self._refused is not None or self._decodes(call):
             return None
-        return self._blackwell.kept_fit(call, self._fit_of)
+        return self._blackwell.kept_fit(call, FORWARD_FIT, self._fit_of)
 
     def _fit_of(self, call: Call) -> Fit | None:
         tiles = self._tiles

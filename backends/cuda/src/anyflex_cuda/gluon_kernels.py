@@ -27,7 +27,9 @@ from anyflex_triton.building import (
 )
 
 __all__ = [
+    "BACKWARD_FIT",
     "BACKWARD_OPTIONS",
+    "FORWARD_FIT",
     "FORWARD_OPTIONS",
     "GluonPrograms",
     "gluon_source",
@@ -37,8 +39,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-_FIT = "anyflex_cuda.fit"
-"""Key of a call's fit in `Call.kept`."""
+FORWARD_FIT, BACKWARD_FIT = "anyflex_cuda.fit", "anyflex_cuda.backward_fit"
+"""Keys of a call's fits in `Call.kept`."""
 _OF_ALL = ("finer_mask", "autotune")
 FORWARD_OPTIONS = ("block_m", "block_n", "num_warps", "num_stages", *_OF_ALL)
 BACKWARD_OPTIONS = (
@@ -94,22 +96,23 @@ class GluonPrograms(Programs):
             # Under a causal mask groups of 8 heads took 1.04 to 1.15 of the time on an H100.
             self.most_heads = None
 
-    def kept_fit(self, call: Call, make: Callable[[Call], T]) -> T | None:
+    def kept_fit(self, call: Call, key: str, make: Callable[[Call], T]) -> T | None:
         """Return the cached fit of a call's tensors to kernels with TMA, or None where these don't
         take the call.
 
         Args:
+            key: `FORWARD_FIT` or `BACKWARD_FIT`.
             make: returns the fit, which follows from shapes and strides, for aligned pointers.
         """
         if not self._begins_aligned:
-            query, key, value = call.query, call.key, call.value
-            if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+            pointers = call.query.data_ptr() | call.key.data_ptr() | call.value.data_ptr()
+            if not is_aligned(pointers):
                 return None
         # Calls of shapes that were seen before need neither a function nor its arguments.
-        found: tuple[T | None] | None = None if call.kept is None else call.kept.get(_FIT)
+        found: tuple[T | None] | None = None if call.kept is None else call.kept.get(key)
         if found is None:
             # None is a result too.
-            found = self.kept(call, _FIT, lambda: (make(call),))
+            found = self.kept(call, key, lambda: (make(call),))
         return found[0]
 
     def decoding(self, key: object, make: Callable[[], Program]) -> Program:

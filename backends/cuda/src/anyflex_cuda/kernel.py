@@ -3,13 +3,13 @@ ones."""
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
 from typing import Literal
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex_cuda.backward_call import (
+    BackwardFit,
+    backward_fit_of,
     backward_programs,
-    backward_workspace,
     hopper_launches,
     is_wide,
     makes_dq,
@@ -37,7 +37,9 @@ from anyflex_cuda.forward_call import (
     tiles_for,
 )
 from anyflex_cuda.gluon_kernels import (
+    BACKWARD_FIT,
     BACKWARD_OPTIONS,
+    FORWARD_FIT,
     FORWARD_OPTIONS,
     GluonPrograms,
     refused_options,
@@ -48,14 +50,12 @@ from anyflex_triton.building import (
     KernelInputs,
     Program,
     TritonKernel,
+    backward_values,
     integer_specs,
     launch_all,
 )
 
 __all__ = ["CudaKernel"]
-
-_SHAPES = 1024
-"""Size of a spec's LRU cache of backward's workspaces, in call shapes and devices."""
 
 
 class CudaKernel(TritonKernel):
@@ -73,8 +73,7 @@ class CudaKernel(TritonKernel):
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec
         )
-        want_dq = makes_dq(spec)
-        self._portable_gradients = portable_gradients(spec, want_dq)
+        self._portable_gradients = portable_gradients(spec, makes_dq(spec))
         # Backward must recompute the weights that forward had. So where portable kernels do part
         # of a training call, its tanh is exact throughout.
         whole = not spec.needs_backward or (
@@ -84,7 +83,6 @@ class CudaKernel(TritonKernel):
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, given.source, self._fast_tanh, given.files)
         self._packed = PackedCalls(self._made, self._hopper)
-        self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 
     def describe(self, call: Call) -> str:
         """Return ``hopper 128x128``, ``hopper decode programs=264``, or the portable kernels'
@@ -131,7 +129,7 @@ class CudaKernel(TritonKernel):
             return None
         if self._refused is not None and self._refused_decode is not None:
             return None
-        return self._hopper.kept_fit(call, self._fit_of)
+        return self._hopper.kept_fit(call, FORWARD_FIT, self._fit_of)
 
     def _fit_of(self, call: Call) -> Fit | DecodeFit | None:
         if self._decodes(call):
@@ -155,28 +153,35 @@ class CudaKernel(TritonKernel):
             reason = "forward is portable, and its tanh exact"
         return reason
 
+    def _backward_fit(self, call: Call) -> BackwardFit | None:
+        """Return the call's fit for Hopper's backward, or None where the portable kernels do it;
+        `_refused_backward_of` tells why."""
+        if self._refused_backward is not None:
+            return None
+        return self._hopper.kept_fit(call, BACKWARD_FIT, self._backward_fit_of)
+
+    def _backward_fit_of(self, call: Call) -> BackwardFit | None:
+        refused = self._refused_backward_of(call)
+        return None if refused is not None else backward_fit_of(self.spec, call)
+
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
         """Return the workspace of the kernels that the call takes. Hopper's forward needs a
-        counter or nothing, its decoding what `DecodeFit` says, its backward `backward_workspace`
-        and, where the portable pass over query rows makes some gradient, that pass's."""
+        counter or nothing, its decoding what `DecodeFit` says, its backward what `BackwardFit`
+        says and, where the portable pass over query rows makes some gradient, that pass's."""
         if direction == "forward":
             if call.packed is not None and self._refused_forward(call) is None:
                 return self._packed.workspace(call)
             fit = self._fit(call)
-            if fit is not None:
-                return fit.workspace
-        if direction == "forward" or self._refused_backward_of(call) is not None:
+            return super().workspace(call, direction) if fit is None else fit.workspace
+        ours = self._backward_fit(call)
+        if ours is None:
             return super().workspace(call, direction)
-        ours = self._workspace_of(call)
         if not self._portable_gradients:
-            return ours
-        return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
-
-    def _workspace_of(self, call: Call) -> tuple[TensorSpec, ...]:
-        query, key = call.query, call.key
-        return self._backward_workspace(query.shape, key.shape, query.device)
+            return ours.workspace
+        finer, integers = self._finer_specs(call, "queries"), integer_specs(self._made, call)
+        return (*ours.workspace, *finer, *integers)
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
@@ -192,30 +197,30 @@ class CudaKernel(TritonKernel):
             launch_forward(self._hopper, self._tiles_of(fit), fit, call, out, self._of_backward)
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
-        if self._refused_backward_of(call) is not None:
+        fit = self._backward_fit(call)
+        if fit is None:
             return super()._of_backward(call, out)
-        specs = self._workspace_of(call)
-        return backward_programs(self._made, self._hopper, call, out, specs)
+        return backward_programs(self._made, self._hopper, fit, call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
-        if self._refused_backward_of(call) is not None:
+        fit = self._backward_fit(call)
+        if fit is None:
             super().backward(call, saved, grad, grads)
             return
         if not is_boxed(grad.dout):
             # dout is often the expanded gradient of a sum. The copy isn't part of the workspace,
             # which is requested before dout exists.
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
-        ours = self._workspace_of(call)
-        tensors, rest = grads.workspace[: len(ours)], grads.workspace[len(ours) :]
-        grads = Grads(grads.dq, grads.dk, grads.dv, grads.captured, tensors)
-        launches, values = hopper_launches(self._made, self._hopper, call, saved, grad, grads)
+        launches = hopper_launches(self._made, self._hopper, fit, call, saved, grad, grads)
         if self._portable_gradients:
-            values = {**values, "totals": tuple([t for t in grads.captured if t is not None])}
+            memory, *rest = grads.workspace
+            row_values = fit.parts["row_values"].within(memory)
+            values = backward_values(self._made, call, saved, grad, grads, row_values)
             count = len(self._finer_specs(call, "queries"))
             before, queries = self.query_launches(
                 call, values, grads, rest[:count], rest[count:], launches[:1],
-                self.fixed_parts(call, saved, grad, grads),
+                self.fixed_parts(call, saved, grad),
             )  # fmt: skip
             launches = [*before, *launches, *queries]
         launch_all(launches, call.query.device)

@@ -13,6 +13,7 @@ from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
     BLOCK_BYTES,
     BYTES,
+    Part,
     Types,
     alignment_of,
     descriptor_of_floats,
@@ -102,54 +103,62 @@ def expected_backward(
     )
 
 
-def backward_key(
-    made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
-) -> tuple[object, ...]:
+def backward_key(made: Programs, call: Call, saved: Saved, grad: GradInputs) -> tuple[object, ...]:
     """Return the key that determines backward's launches together with a call's shapes and
-    strides, where configs aren't timed and the workspace follows from the shapes."""
-    tensors = (
-        call.query, call.key, call.value, saved.out, *saved.extras, grad.dout, grads.dq, grads.dk,
-        grads.dv, grads.workspace[0],
-    )  # fmt: skip
-    strides, pointers = [], 0
-    for tensor in tensors:
-        strides.append(None if tensor is None else tensor.stride())
-        pointers |= 0 if tensor is None else tensor.data_ptr()
-    # Usually all are aligned, and no one needs to be looked at.
-    alignments = (
-        [] if pointers % BLOCK_BYTES == 0 else [t is None or alignment_of(t) for t in tensors]
-    )
+    strides, where configs aren't timed.
+
+    The gradients, what forward saved and the workspace are as aligned as core allocates tensors,
+    and their strides follow from the shapes and the call's strides."""
+    query, key, value, out, dout = call.query, call.key, call.value, saved.out, grad.dout
+    pointers = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    pointers |= out.data_ptr() | dout.data_ptr()
     return (
         "anyflex_triton.backward",
         # The shapes tell whether tiles end where the lengths do.
         made.mods_key(call, True),
         grad.delta is None,
         None if grad.dlse is None else grad.dlse.stride(),
-        *strides,
-        *alignments,
+        out.stride(),
+        dout.stride(),
+        # Usually all are aligned, and no one needs to be looked at.
+        None
+        if pointers % BLOCK_BYTES == 0
+        else tuple(map(alignment_of, (query, key, value, out, dout))),
     )
 
 
 def backward_values(
-    made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
+    made: Programs,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    grads: Grads,
+    row_values: Tensor | None,
 ) -> dict[str, Any]:
     """Return the arguments of backward's kernels that differ from call to call, with the rows of
-    the mask."""
-    query, key, value = call.query, call.key, call.value
-    row_values = grads.workspace[0]
-    rest, tops = kept_of(saved.extras)
-    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
-    values.update(
-        query=query, key=key, value=value, dout=grad.dout, out=saved.out,
-        rest=or_else(rest, saved.out), tops=or_else(tops, row_values),
-        lse=saved.lse.contiguous(), dlse=or_else(grad.dlse, row_values),
-        given=row_values if grad.delta is None else grad.delta.contiguous(),
-        row_values=row_values, dq=or_else(grads.dq, query), dk=or_else(grads.dk, key),
-        dv=or_else(grads.dv, value), totals=tuple([t for t in grads.captured if t is not None]),
-        # The same tensors under the names that they have beside descriptors.
-        query_rows=query, key_rows=key, value_rows=value, dout_rows=grad.dout,
-        values_by_row=row_values,
+    the mask.
+
+    Args:
+        row_values: as in `rows_launch`; None where launches take it from elsewhere.
+    """
+    query, key, value, out, dout, extras = (
+        call.query, call.key, call.value, saved.out, grad.dout, saved.extras,
     )  # fmt: skip
+    dq, dk, dv, captured, _ = grads
+    lse = saved.lse.contiguous()
+    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values |= {
+        "query": query, "key": key, "value": value, "dout": dout, "out": out,
+        "rest": extras[0] if len(extras) == 2 else out, "tops": extras[-1] if extras else lse,
+        "lse": lse, "dlse": lse if grad.dlse is None else grad.dlse,
+        "given": lse if grad.delta is None else grad.delta.contiguous(),
+        "dq": query if dq is None else dq, "dk": key if dk is None else dk,
+        "dv": value if dv is None else dv, "row_values": row_values,
+        "totals": tuple([total for total in captured if total is not None]) if captured else (),
+        # The same tensors under the names that they have beside descriptors.
+        "query_rows": query, "key_rows": key, "value_rows": value, "dout_rows": dout,
+        "values_by_row": row_values,
+    }  # fmt: skip
     return values
 
 
@@ -183,12 +192,14 @@ def row_values_launch(
     constants: Mapping[str, object],
     types: Mapping[str, Types] | None = None,
     aligned: Mapping[str, int] | None = None,
+    named: Mapping[str, str | Part] | None = None,
 ) -> FixedLaunch:
     """Return the launch of `row_kernel`, or of another kernel that fills row values.
 
     Args:
         rows: number of rows of a head that programs take, 32 each.
         constants, types, aligned: of arguments that only `function` has.
+        named: as in `FixedLaunch`.
     """
     rest, _ = kept_of(saved.extras)
     layouts = {
@@ -212,7 +223,7 @@ def row_values_launch(
     batch, heads = call.query.shape[:2]
     programs = batch * heads * -(-rows // 32)
     return made.fixed_launch(
-        function, programs, constants, Options(4, 1), fixed, layouts, types, aligned
+        function, programs, constants, Options(4, 1), fixed, layouts, types, aligned, named
     )
 
 
@@ -290,13 +301,14 @@ def split_arguments(call: Call, key_sums: Tensor | None) -> SplitArguments:
 
 def sums_launch(
     made: Programs, call: Call, grads: Grads, key_sums: Tensor, columns: Mapping[str, int],
-    odd_keys: Tensor | None = None,
+    odd_keys: Tensor | None = None, named: Mapping[str, str | Part] | None = None,
 ) -> FixedLaunch:  # fmt: skip
     """Return the launch that adds up the splits of KV heads and fills grads.dk and grads.dv.
 
     Args:
         columns: D and DV, the columns that dK and dV have in key_sums; 0 where it isn't wanted.
         odd_keys: argument of the kernel; the kernel before has set it to 0.
+        named: as in `FixedLaunch`.
     """
     dk, dv = grads.dk, grads.dv
     units, splits, padded = key_sums.shape[:3]
@@ -311,6 +323,7 @@ def sums_launch(
         {**call_sizes(call), "padded_keys": padded, "head_splits": splits},
         {"dk": layout_of(or_else(dk, call.key)), "dv": layout_of(or_else(dv, call.value))},
         aligned={"key_sums": BYTES},
+        named=named,
     )
 
 

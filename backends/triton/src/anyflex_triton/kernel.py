@@ -50,6 +50,7 @@ class TritonKernel(Kernel):
         self.spec = given.spec
         self._note = given.note
         self._made = Programs(given)
+        self._key_columns = key_columns(self.spec)
 
     def describe(self, call: Call) -> str:
         """Return ``decode splits=8`` or ``prefill 128x64``. Under autotuning it also tells whether
@@ -129,7 +130,7 @@ class TritonKernel(Kernel):
 
     def _key_sums_specs(self, call: Call) -> tuple[TensorSpec, ...]:
         """Return `key_sums_specs`, if the spec's gradients need it."""
-        columns = sum(key_columns(self.spec).values())
+        columns = self._key_columns["D"] + self._key_columns["DV"]
         if not columns:
             return ()
 
@@ -142,6 +143,8 @@ class TritonKernel(Kernel):
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """Return `finer_specs` of a kernel, if the spec's gradients need it."""
+        if not self._made.is_finer:
+            return ()
         wanted = set(self.spec.gradients)
         if kernel == "keys" and not wanted & {"k", "v"}:
             return ()
@@ -188,12 +191,10 @@ class TritonKernel(Kernel):
             self._made.blame_options("backward", error)
             raise
 
-    def fixed_parts(
-        self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
-    ) -> dict[object, FixedLaunch]:
+    def fixed_parts(self, call: Call, saved: Saved, grad: GradInputs) -> dict[object, FixedLaunch]:
         """Return the launches of the portable backward that calls of the same shapes, strides and
         alignment have made so far."""
-        key = backward_key(self._made, call, saved, grad, grads)
+        key = backward_key(self._made, call, saved, grad)
         return self._made.kept(call, key, dict)
 
     def _backward_launches(
@@ -201,9 +202,9 @@ class TritonKernel(Kernel):
     ) -> list[Launch]:
         """Return the launches that fill the non-empty tensors of `grads`."""
         made = self._made
-        parts = self.fixed_parts(call, saved, grad, grads)
-        values = backward_values(made, call, saved, grad, grads)
+        parts = self.fixed_parts(call, saved, grad)
         row_values, *rest = grads.workspace
+        values = backward_values(made, call, saved, grad, grads, row_values)
         key_sums = rest.pop(0) if self._key_sums_specs(call) else None
         keys_end = len(self._finer_specs(call, "keys"))
         queries_end = keys_end + len(self._finer_specs(call, "queries"))
@@ -223,7 +224,7 @@ class TritonKernel(Kernel):
             make = partial(
                 keys_launch, made, call, grad.dout, row_values, grads, key_sums, rows, config
             )
-            key = ("keys", config, None if rows is None else rows.block_size)
+            key = ("keys", made.tuner and config, None if rows is None else rows.block_size)
             return kept_launch(parts, key, make).launch(of_keys)
 
         until_keys = [*before_keys, first]
@@ -234,7 +235,7 @@ class TritonKernel(Kernel):
         # No other launch may stand between launches that overlap.
         launches = [*before, *until_keys, *queries]
         if key_sums is not None:
-            add = partial(sums_launch, made, call, grads, key_sums, key_columns(self.spec))
+            add = partial(sums_launch, made, call, grads, key_sums, self._key_columns)
             launches.append(kept_launch(parts, "sums", add).launch(of_keys))
         return launches
 
@@ -277,7 +278,7 @@ class TritonKernel(Kernel):
                 queries_launch, made, call, values["dout"], values["row_values"], dq, totals, rows,
                 config, sums, follows_keys,
             )  # fmt: skip
-            key = ("queries", config, blocks, dq is None, sums, follows_keys)
+            key = ("queries", made.tuner and config, blocks, dq is None, sums, follows_keys)
             return kept_launch(parts, key, make).launch(values, totals)
 
         if integers:
