@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = {
     "gradients of few KV heads by many programs": 390,
+    "launches of a small backward, found at once: checks, one workspace, arguments in it": 105,
     "torch's masks and mods as they are: index lists, slices, rows of captured tensors": 1_020,
     "block masks built inside of compiled and exported programs; slices of a step": 540,
     "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
