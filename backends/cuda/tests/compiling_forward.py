@@ -1,8 +1,8 @@
 """Compiles forward for a Hopper GPU that needn't be there; `test_compiled_forward` runs this.
 
 Prints one line of JSON per kernel: bytes of spills, accesses to local memory and waits of
-warpgroups within the loops over keys, shared memory, ptxas' warnings of products that wait for
-each other.
+warpgroups within the loops over keys, a step's loads, shared memory, ptxas' warnings of products
+that wait for each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
 from anyflex_cuda.gluon_kernels import GluonPrograms, gluon_source
 from anyflex_cuda.packed_forward_call import tiles_of_packed
-from anyflex_triton.building import Mods, load_module, mask_scores_source, source_for, write_source
+from anyflex_triton.building import (
+    Mods,
+    load_module,
+    mask_scores_source,
+    pair_reads_source,
+    source_for,
+    write_source,
+)
 
 CAUSAL = NAMED["causal"][1]
 MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
@@ -33,7 +40,18 @@ MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
     "window": NAMED["window"],
     "alibi": (NAMED["alibi"][0], CAUSAL, NAMED["alibi"][2]),
     "softcap": (NAMED["softcap"][0], CAUSAL, ()),
-}
+    "full image": (
+        "input f32 - score;input i64 - b;input i64 - h;input i64 - q_idx;input i64 - kv_idx;"
+        "const i64 - 64;floordiv i64 4,5 -;load bf16 1,2,3,6 0;cast f32 7 -;add f32 0,8 -;"
+        "mod i64 4,5 -;load bf16 1,2,3,10 1;cast f32 11 -;add f32 9,12 -;=13",
+        None, (CapturedFacts(torch.bfloat16, 4, False),) * 2,
+    ),
+    "distances": (
+        "input f32 - score;input i64 - h;input i64 - q_idx;input i64 - kv_idx;sub i64 3,2 -;"
+        "const i64 - 4096;add i64 4,5 -;load f32 1,6 0;add f32 0,7 -;=8",
+        CAUSAL, (CapturedFacts(torch.float32, 2, False),),
+    ),
+}  # fmt: skip
 
 
 def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16, block: int = 128) -> Spec:
@@ -56,8 +74,9 @@ def packed_spec_of(name: str, dim: int, page: int) -> Spec:
 
 def functions_of(spec: Spec, source: str, even: bool) -> dict[str, Any]:
     """Return a spec's mods as kernels in Gluon call them, given the text for portable kernels."""
-    text = gluon_source(source + mask_scores_source(spec))
-    return vars(load_module(source_for(text, within=even, coarse=True, short=even, sums="floats")))
+    text = gluon_source(source + mask_scores_source(spec) + pair_reads_source(spec))
+    text = source_for(text, within=even, coarse=True, short=even, sums="floats", steady=even)
+    return vars(load_module(text))
 
 
 def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]:
@@ -76,6 +95,7 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
         "shared": found.metadata.shared,
         "loops": len(loops),
         "local": sum(loop.count("LDL") + loop.count("STL") for loop in loops),
+        "reads": max(loop.count("LDG") for loop in loops),
         "barriers": max(loop.count("BAR.SYNC") for loop in loops),
     }
 
@@ -100,7 +120,7 @@ def loops_of(sass: str, product: str = "HGMMA") -> list[str]:
 def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
     """Yield (name, spec, even, rest, tiles): one, two and three consumers; with `SOAK`,
     each shape of tiles with each kind of mod."""
-    calls = [("documents", 128, True, False)]
+    calls = [("documents", 128, True, False), ("full image", 64, True, False)]
     small = [("causal", 128, True, True)]
     others = [("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False)]
     packed = [("causal", 128, 64)]
@@ -110,6 +130,8 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
             ("softcap", 128, True, False), ("full", 64, True, False),
             ("causal", 64, True, False), ("alibi", 128, True, False),
             ("window", 64, False, True), ("causal", 256, True, False),
+            ("distances", 64, False, False), ("distances", 128, True, True),
+            ("full image", 128, True, True),
         ]  # fmt: skip
         small += [("causal", 64, False, False), ("full", 256, True, True)]
         packed += [

@@ -29,7 +29,7 @@ from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 import anyflex_triton.kernel_records
-from anyflex_cuda import kernel_records, mask_select_ptx
+from anyflex_cuda import kernel_records, mask_select_ptx, mod_operations
 from anyflex_triton import operations
 from anyflex_triton.records import record
 
@@ -58,6 +58,8 @@ class Stuck(AssertionError):
 
 class Tile(np.ndarray):  # type: ignore[type-arg]
     """A tensor of the kernel."""
+
+    type = SimpleNamespace(layout=None)
 
     def to(self, dtype: object, bitcast: bool = False) -> Tile:
         """Convert without rounding. Two 16-bit values in a word are a complex number, whose lower
@@ -714,6 +716,8 @@ class Device:
             arange=lambda a, b, layout=None: tile(np.arange(a, b)),
             full=lambda shape, x, dtype, layout=None: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
+            gather=lambda x, at, axis: tile(np.take_along_axis(x, at, axis)),
+            broadcast_to=plain(np.broadcast_to),
             convert_layout=lambda x, layout, **_: x, cast=lambda x, dtype: x,
             max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
             associative_scan=scan, cumsum=plain(np.cumsum),
@@ -823,7 +827,9 @@ def mod_in_python(function: Any, held: bool = False) -> Callable[..., Any]:
         language.cast = lambda x, dtype: tile(np.atleast_2d(x).astype(_HELD[dtype]))
     ours = {"tl": language, "bound": lambda size, index: size}
     ops = _in_python(vars(operations), ours)
+    of_gluon = _in_python(vars(mod_operations), {"tl": language, "gl": language, "ROWS": 64})
     ours_of_gluon = {
+        **of_gluon,
         "full": lambda shape, x, dtype: x,
         "spread": lambda x, score: tile(np.broadcast_to(x, score.shape)),
         "load_once": lambda pointers, inside: language.load(pointers, inside),

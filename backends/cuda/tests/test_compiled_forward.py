@@ -16,7 +16,7 @@ SHARED = 232_448
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
     lines = printed_by("compiling_forward.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(found) == (31 if SOAK else 4)
+    assert len(found) == (35 if SOAK else 5)
     for facts in found:
         # With Triton 3.9 three of a loop's 500 to 1000 instructions access local memory; with
         # three consumers under masks, which have 160 registers per thread, up to 29.
@@ -26,6 +26,9 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
         if "documents" in facts["name"]:
             # A thread's key indices are read where a mask is evaluated, not in the other steps.
             most = 80
+        if facts["name"].startswith(("full image", "distances")):
+            # Pair by pair a step would take 64 or 128.
+            assert facts["reads"] <= 4, facts
         assert facts["serialized"] == [] and facts["local"] <= most, facts
         # Each consumer has one loop, or two under masks that read nothing, where steps with dead
         # pairs have their own.

@@ -4,6 +4,7 @@ reference."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from scripts_beside import SOAK
 
 import anyflex
 from anyflex.plugin import PluginError, isolated, register
+from anyflex.runtime.scalar_specialization import forget_numbers
 from anyflex_cuda import (
     apply_mods,
     forward_call,
@@ -34,7 +36,7 @@ from anyflex_cuda import (
 )
 from anyflex_cuda.tile_order import TileOrder
 from anyflex_triton import forward, tiles
-from anyflex_triton.building import Program
+from anyflex_triton.building import Program, Programs
 
 CALLED = (
     tiles, forward, smem_mailbox, apply_mods, nonfinite_rows, skip_unit_rescale,
@@ -42,6 +44,7 @@ CALLED = (
 )  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_SCORES",
+    "READ_TILE", "READ_STEP",
 )  # fmt: skip
 LOWEST = torch.finfo(torch.float32).min
 Mod = Callable[..., Any]
@@ -106,6 +109,34 @@ def weighed() -> Mod:
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score + by_key[k]
+
+    return score_mod
+
+
+def t5(bidirectional: bool = True) -> Mod:
+    """Return a score mod that reads a bucket by distance, and a number by bucket."""
+    table = torch.linspace(-2.0, 2.0, 256).cos().view(32, 8) * 3
+    return anyflex.mods.t5_bias(table, 100, bidirectional)
+
+
+def by_distance() -> Mod:
+    """Return a score mod that reads by distance from the end of a table, and scales by it."""
+    table = torch.linspace(-4.0, 4.0, 8 * 2000).sin().view(8, 2000)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * 0.5 + table[h, q - k - 1000] * table[h, k + 3 - q + 900]
+
+    return score_mod
+
+
+def image(height: int, width: int) -> Mod:
+    """Return a score mod that reads by row and by a key's place in an image."""
+    rows = torch.arange(4 * 8 * 500.0).view(4, 8, 500, 1)
+    of_height = (rows * 0.7 + torch.arange(40) * 1.3).sin().half()
+    of_width = (rows * 0.3 + torch.arange(64) * 2.1).cos()
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + of_height[b, h, q, k // height] + of_width[b, h, q, k % width]
 
     return score_mod
 
@@ -208,6 +239,17 @@ CASES = {
     ),
     "slopes": Case(score=slopes(), mask=causal, offsets=AWAY),
     "columns without a mask": Case(130, 256, (128, 128), weighed(), batch=2, offsets=AWAY),
+    "distances": Case(300, 200, score=t5(), batch=2, cores=5),
+    "distances, away": Case(300, 300, (128, 128), t5(False), causal, offsets=AWAY),
+    "distances, one consumer": Case(100, 256, (72, 40), by_distance(), packed, cores=40),
+    "distances, steps of 64": Case(130, 140, (256, 256), by_distance()),
+    "an image": Case(200, 256, score=image(64, 64), batch=2, cores=5),
+    "an image, one consumer": Case(200, 384, (128, 128), image(64, 64), cores=40),
+    "an image, masked": Case(300, 384, score=image(32, 16), mask=packed, block=192),
+    "an image, away": Case(130, 256, score=image(256, 4), offsets=(1, 2, 30, 128)),
+    "an image, steps of 64": Case(130, 256, (256, 256), image(128, 32)),
+    "an image, not in steps": Case(130, 300, score=image(64, 64), offsets=AWAY),
+    "an image, away from steps": Case(130, 256, score=image(64, 64), offsets=AWAY),
     "documents, not finite": Case(300, 300, score=weighed(), mask=documents(), odd=True),
 }
 
@@ -267,6 +309,8 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
         object.__setattr__(call, "index_offsets", case.offsets)
         forward_call.launch_forward(made, sizes, fit, call, *more)
 
+    # Numbers of a mod are constants until another call has other ones.
+    forget_numbers()
     torch.manual_seed(0)
     q = torch.randn(case.batch, case.rows, 4, case.dims[0]).half().transpose(1, 2)
     k, v = (torch.randn(case.batch, 2, case.keys, d).half() for d in case.dims)
@@ -305,6 +349,21 @@ def test_a_call_gives_what_the_reference_gives(name: str) -> None:
     consumers = check(CASES[name])
     for number, word in enumerate(("one", "two", "three"), 1):
         assert consumers == number or not name.startswith(f"{word} consumer")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "image" in name][:: 1 if SOAK else 3])
+def test_places_in_an_image_are_read_by_steps_that_begin_with_its_rows(name: str) -> None:
+    read = []
+    mods_of = Programs.mods
+
+    def noted(self: Programs, *given: Any) -> Any:
+        found = mods_of(self, *given)
+        read.append(vars(sys.modules[found.read_step.fn.__module__])["STEADY"].value)
+        return found
+
+    with mock.patch.object(Programs, "mods", noted):
+        check(CASES[name])
+    assert read == ["steps" not in name or "64" in name]
 
 
 WITH_SINKS = ["three consumers", "two consumers, far, not finite", "no step, some, all"]
@@ -351,6 +410,9 @@ READ_EARLY = [
     ("documents of batch, away", "READ_ROWS(mod_b,", "READ_ROWS(b,"),
     ("slopes", "READ_ROWS(mod_b, mod_h,", "READ_ROWS(mod_b, h,"),
     ("documents", "if call.READ_ROWS is not None:", "if False:"),
+    ("distances, away", "first_q=first_row + q_shift", "first_q=first_row"),
+    ("distances, away", "inputs.first_q, first + mods.shifts[3]", "inputs.first_q, first"),
+    ("an image, away", "READ_TILE(mod_b, mod_h,", "READ_TILE(b, h,"),
     ("columns without a mask", "    if ALWAYS:\n", "    if False:\n"),
 ]  # fmt: skip
 LOOPS = [

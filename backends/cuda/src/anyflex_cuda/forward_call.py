@@ -28,6 +28,7 @@ from anyflex_triton.building import (
     compile_with_next,
     mask_rows,
     output_values,
+    reads_periods,
     wanted_outputs,
 )
 
@@ -120,7 +121,8 @@ def tiles_for(spec: Spec) -> Tiles:
         # Three consumers are faster without a mask; under a mask, whose blocks must permit them,
         # only where rows are long.
         block = 128 if spec.q_layout == "packed" else spec.block_size[0]
-        thirds = block % (3 * _ROWS) == 0
+        # A period takes registers that three consumers don't have.
+        thirds = block % (3 * _ROWS) == 0 and not (block % 128 == 0 and reads_periods(spec))
         if thirds:
             return Tiles(3, 128, 3, True, True, apart, 1, True, (160, 24))
         return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))
@@ -269,8 +271,10 @@ def program_for(
         {
             "READ_ROWS": mods.read_rows,
             "READ_COLUMNS": mods.read_columns,
-            "SCORE_MOD_OF_READ": mods.score_mod_of_read,
             "MASK_SCORES": mods.mask_scores_of_read,
+            "READ_TILE": mods.read_tile,
+            "READ_STEP": mods.read_step,
+            "SCORE_MOD_OF_READ": mods.score_mod_of_pairs or mods.score_mod_of_read,
             "DYNAMIC": tiles.dynamic,
             "PINNED": tiles.pinned,
             "SKIPS": tiles.skips,

@@ -2,7 +2,7 @@
 
 The text of `anyflex_triton` serves kernels in Gluon too, because they may call functions that are
 ``triton.jit``: Triton compiles them with the caller's language, and elementwise functions of
-``tl`` keep a tensor's layout. Six of its names are bound to `mod_operations`, whose operations
+``tl`` keep a tensor's layout. Some of its names are bound to `mod_operations`, whose operations
 need a layout, and two to `mask_select_ptx`.
 """
 
@@ -24,6 +24,7 @@ from anyflex_triton.building import (
     Program,
     Programs,
     mask_scores_source,
+    pair_reads_source,
 )
 
 __all__ = [
@@ -55,6 +56,18 @@ _REBOUND = {
     "ops.spread(": "mod_operations.spread(",
     "ops.load_once(": "mod_operations.load_once(",
     "ops.along(": "mod_operations.along(",
+    **{
+        f"ops.{name}(": f"mod_operations.{name}("
+        for name in (
+            "along_chunks",
+            "along_distances",
+            "along_periods",
+            "distant_keys",
+            "key_beside",
+            "keys_of",
+            "rows_of",
+        )
+    },
     "ops.accumulate(": "mod_operations.accumulate(",
     "ops.tanh_capped(": "mod_operations.tanh_capped(",
     "ops.choose(": "mask_select_ptx.choose(",
@@ -82,7 +95,8 @@ class GluonPrograms(Programs):
         fast_tanh: bool = False,
         files: CompiledFiles | None = None,
     ) -> None:
-        source = gluon_source(source + mask_scores_source(spec), fast_tanh)
+        source += mask_scores_source(spec) + pair_reads_source(spec)
+        source = gluon_source(source, fast_tanh)
         super().__init__(KernelInputs(spec, source, "hopper", {}, files=files))
         self.types.update(TYPES)
         if not self.is_packed:

@@ -150,7 +150,7 @@ class ConsumerCall:
     Attributes:
         step_words: mailbox words about the ring's steps.
         mods: `anyflex_triton.kernel_records.Mods`, which prefetch nothing.
-        READ_ROWS, step_mods: for the loop over steps, with what they prefetch.
+        READ_ROWS, READ_TILE, step_mods: for the loop over steps, with what they prefetch.
         results: `anyflex_triton.kernel_records.RowResults`.
         sequences, PAGE: arguments of `forward_kernel`.
         MASKED: whether any step may have dead pairs.
@@ -173,6 +173,7 @@ class ConsumerCall:
     sequences: Any
     PAGE: Any
     READ_ROWS: Any
+    READ_TILE: Any
     MASKED: Any
     EVEN: Any
     PINNED: Any
@@ -602,6 +603,19 @@ def tables_of_step(inputs, mods, first, kv_length, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def with_pairs(tables, inputs, mods, first, BLOCK_N: gl.constexpr):
+    """Return tables of `tables_of_step` with the captured values of a step's pairs. Call it when
+    products were issued: one read may wait for another, and they for both."""
+    if mods.READ_STEP is None:
+        return tables
+    else:
+        return mods.READ_STEP(
+            inputs.b, inputs.h, inputs.q_idx, inputs.first_q, first + mods.shifts[3], inputs.read,
+            tables, mods.ints, mods.floats, BLOCK_N,
+        )
+
+
+@gluon.jit
 def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
     """Return each row's largest score. A thread holds a quarter of each of its two rows, and
     reduces it in CHAINS independent chains of operations."""
@@ -731,6 +745,7 @@ def advance(
     raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
     mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
     acc_later = products_of_handed(handed, ring.v_bufs, before, acc, call.APART)
+    tables = with_pairs(tables, inputs, mods, first, ring.BLOCK_N)
     raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
     mbarrier.arrive(ring.k_empty.index(slot), count=1)
     weights, alpha, softmax = weights_of(
@@ -795,7 +810,13 @@ def consume(call, ME: gl.constexpr):
             read = call.READ_ROWS(mod_b, mod_h, q_idx, call.tables, mods.ints, mods.floats)
         else:
             read = call.tables
-        inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=read)
+        of_tile = None
+        if call.READ_TILE is not None:
+            of_tile = call.READ_TILE(mod_b, mod_h, q_idx, call.tables, mods.ints, mods.floats)
+        inputs = ModInputs(
+            b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=read, first_q=first_row + q_shift,
+            read=of_tile,
+        )
         softmax = SoftmaxState(
             row_max=gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS),
             base=gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS),
@@ -813,6 +834,7 @@ def consume(call, ME: gl.constexpr):
             )
             first_read = tables_of_step(inputs, mods, first, kv_length, ring.BLOCK_N)
             raw_later = products_of_keys(queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
+            first_read = with_pairs(first_read, inputs, mods, first, ring.BLOCK_N)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(ring.k_empty.index(slot), count=1)
             weights, _alpha, softmax = weights_of(
@@ -905,7 +927,7 @@ def forward_kernel(
     tables, ints, floats, shifts, scale, sinks, sequences, tile_list, batch_heads, heads,
     q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr,
-    MASK_SCORES: gl.constexpr,
+    MASK_SCORES: gl.constexpr, READ_TILE: gl.constexpr, READ_STEP: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, PAGE: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
@@ -1029,11 +1051,11 @@ def forward_kernel(
         ),
         step_mods=StepMods(
             ints=ints, floats=floats, shifts=shifts, scale=scale, READ_COLUMNS=READ_COLUMNS,
-            SCORE_MOD=SCORE_MOD_OF_READ, MASK_SCORES=MASK_SCORES,
+            SCORE_MOD=SCORE_MOD_OF_READ, MASK_SCORES=MASK_SCORES, READ_STEP=READ_STEP,
         ),
         heads=heads, q_length=q_length, kv_length=kv_length, sequences=sequences, PAGE=PAGE,
-        READ_ROWS=READ_ROWS, MASKED=MASKED, EVEN=EVEN, PINNED=PINNED, SKIPS=SKIPS, APART=APART,
-        CHAINS=CHAINS,
+        READ_ROWS=READ_ROWS, READ_TILE=READ_TILE, MASKED=MASKED, EVEN=EVEN, PINNED=PINNED,
+        SKIPS=SKIPS, APART=APART, CHAINS=CHAINS,
     )
     # Spelled out: constexprs stop being constexpr when they pass through a named or concatenated
     # tuple.

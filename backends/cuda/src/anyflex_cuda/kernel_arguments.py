@@ -28,6 +28,7 @@ ARGUMENTS = (
     # Mods
     Arguments(("SCORE_MOD_OF_READ", "MASK_SCORES"), None,
               "functions of `anyflex_triton.mods` for the loops over steps"),
+    Arguments(("READ_TILE", "READ_STEP"), None, "functions of `anyflex_triton.pair_reads`"),
     # Sizes
     Arguments(("OF_QUERIES",), None, "whether tiles are of query rows, or of keys"),
     Arguments(("units",), "i32", "number of heads, or of splits of heads, that tiles are of"),

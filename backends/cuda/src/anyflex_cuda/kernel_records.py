@@ -108,6 +108,7 @@ class StepMods:
 
     Attributes:
         READ_COLUMNS, SCORE_MOD, MASK_SCORES: functions of `anyflex_triton.mods`, or None.
+        READ_STEP: function of `anyflex_triton.pair_reads`, or None.
     """
 
     ints: Any
@@ -117,6 +118,7 @@ class StepMods:
     READ_COLUMNS: Any
     SCORE_MOD: Any
     MASK_SCORES: Any
+    READ_STEP: Any = None
 
 
 @record

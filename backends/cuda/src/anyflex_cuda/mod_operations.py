@@ -7,14 +7,22 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from anyflex_cuda.split_tiles import ROWS, layout_of_products
 from anyflex_triton.device_functions import operations as ops
 
 __all__ = [
     "accumulate",
     "along",
+    "along_chunks",
+    "along_distances",
+    "along_periods",
+    "distant_keys",
     "fast_tanh_capped",
     "full",
+    "key_beside",
+    "keys_of",
     "load_once",
+    "rows_of",
     "spread",
     "tanh_capped",
 ]
@@ -100,3 +108,68 @@ def fast_tanh_capped(x, number, cap, COARSE: tl.constexpr):
         return cap * of
     else:
         return cap * ops.tanh(number * x)
+
+
+# Values by pairs: see `anyflex_triton.pair_reads`. Scores are a consumer's, [ROWS, BLOCK_N].
+
+
+@gluon.jit
+def distant_keys(first_kv, BLOCK_N: gl.constexpr):
+    """Return [2 * BLOCK_N] keys, which are as far from a tile's first row as its pairs are in a
+    step from first_kv on: the last row's first pair comes first. The last keys are equal."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    places = gl.minimum(gl.arange(0, 2 * BLOCK_N, layout=LAYOUT), ROWS + BLOCK_N - 2)
+    return places + (first_kv - (ROWS - 1))
+
+
+@gluon.jit
+def along_distances(x, score):
+    """Return each pair's value, float32, given values of `distant_keys`."""
+    LAYOUT: gl.constexpr = score.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    places = gl.expand_dims(columns, 0) - gl.expand_dims(rows, 1) + (ROWS - 1)
+    found = gl.gather(x, places.reshape([ROWS * score.shape[1]]), 0).reshape(score.shape)
+    return tl.cast(gl.convert_layout(found, LAYOUT, assert_trivial=True), tl.float32)
+
+
+@gluon.jit
+def key_beside(q_idx, key):
+    """Return a key, [1, 1] in the layout of q_idx."""
+    return gl.full([1, 1], key, gl.int32, q_idx.type.layout)
+
+
+@gluon.jit
+def along_chunks(values, KEYS: gl.constexpr, score):
+    """Return each pair's value, float32, given [ROWS, 1] for each KEYS columns."""
+    columns = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout))
+    columns = gl.expand_dims(columns, 0)
+    found = tl.broadcast_to(values[0], score.shape)
+    for i in gl.static_range(1, len(values)):
+        # Which columns these are is known when the kernel is compiled.
+        found = gl.where(columns < i * KEYS, found, values[i])
+    return tl.cast(found, tl.float32)
+
+
+@gluon.jit
+def rows_of(q_idx, KEYS: gl.constexpr):
+    """Return q_idx in the layout of KEYS columns of scores."""
+    return gl.convert_layout(q_idx, layout_of_products(KEYS))
+
+
+@gluon.jit
+def keys_of(KEYS: gl.constexpr):
+    """Return a period's keys, [1, KEYS], in the layout of `rows_of`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, layout_of_products(KEYS))
+    return gl.expand_dims(gl.arange(0, KEYS, layout=LAYOUT), 0)
+
+
+@gluon.jit
+def along_periods(x, score):
+    """Return each pair's value, float32, given one period's, [ROWS, KEYS]."""
+    KEYS: gl.constexpr = x.shape[1]
+    N: gl.constexpr = score.shape[1]
+    found = tl.broadcast_to(x.reshape([ROWS, 1, KEYS]), (ROWS, N // KEYS, KEYS))
+    found = found.reshape([ROWS, N])
+    found = gl.convert_layout(found, score.type.layout, assert_trivial=True)
+    return tl.cast(found, tl.float32)

@@ -134,6 +134,8 @@ class ModInputs:
         tables: the captured tensors, or the values that were read from them early.
         dropout: `Dropout` of the tile's rows, or with the seed where the loop steps over rows; or
             None.
+        first_q, read: arguments of functions of `anyflex_triton.pair_reads`, for kernels that call
+            them.
     """
 
     b: Any
@@ -142,6 +144,8 @@ class ModInputs:
     kv_idx: Any
     tables: Any
     dropout: Any = None
+    first_q: Any = None
+    read: Any = None
 
 
 @record

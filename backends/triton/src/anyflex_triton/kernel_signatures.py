@@ -160,6 +160,8 @@ class Mods(NamedTuple):
             nothing. Without both, the functions of read are `score_mod` and `mask_mod` themselves.
         mask_scores: function of `anyflex_triton.mods.mask_scores_source`, where a module has it;
             likewise its variant of read.
+        read_tile, read_step, score_mod_of_pairs: functions of `anyflex_triton.pair_reads`, where a
+            module has them.
     """
 
     key: object
@@ -173,6 +175,9 @@ class Mods(NamedTuple):
     mask_mod_of_read: Any
     mask_scores: Any
     mask_scores_of_read: Any
+    read_tile: Any
+    read_step: Any
+    score_mod_of_pairs: Any
 
     @classmethod
     def of(cls, key: object, functions: Mapping[str, Any], unscored: Any = None) -> Mods:
@@ -240,6 +245,7 @@ class Programs:
         self._direct = direct_reads(spec)
         self._caps = cap_factors(spec)
         self._may_be_short = " if SHORT else " in given.source
+        self._reads_pairs = "\nSTEADY = " in given.source
         self._programs: dict[str, Program] = {}
         self.types = {**_described_types(spec), **_mod_types(spec)}
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
@@ -409,15 +415,17 @@ class Programs:
         key = self.mods_key(call, even, sums)
         found = self._mods.get(key)
         if found is None:
-            within, coarse, short, plain, _ = key
-            source = source_for(self._source, within=within, coarse=coarse, short=short, sums=sums)
+            within, coarse, short, plain, _, steady = key
+            source = source_for(
+                self._source, within=within, coarse=coarse, short=short, sums=sums, steady=steady
+            )
             functions = vars(load_module(source))
             found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
 
     def mods_key(
         self, call: Call, even: bool, sums: Sums = "floats"
-    ) -> tuple[bool, bool, bool, bool, Sums]:
+    ) -> tuple[bool, bool, bool, bool, Sums, bool]:
         """Return the arguments of `mods`, which tell the call's mods from the spec's others."""
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
@@ -425,7 +433,8 @@ class Programs:
         short = self._may_be_short and self._is_short(call)
         # Both bounds leave room in float32 for small factors.
         plain = 2.0**-100 < call.scale < 2.0**100
-        return (within, coarse, short, plain, sums)
+        steady = even and self._reads_pairs and call.index_offsets[3] % 128 == 0
+        return (within, coarse, short, plain, sums, steady)
 
     def is_coarse(self, call: Call) -> bool:
         """Whether the call has soft caps, with a small sum of `cap_factors`: `source_for`'s

@@ -77,11 +77,11 @@ _JIT = "triton.jit"
 
 # The functions
 
-_INDICES = ", ".join(ARGUMENTS)
-_CALL = "tables, ints, floats"
+INDICES = ", ".join(ARGUMENTS)
+CALL = "tables, ints, floats"
 
 
-def _function(name: str, arguments: str, lines: Sequence[str], last: str) -> list[str]:
+def function_lines(name: str, arguments: str, lines: Sequence[str], last: str) -> list[str]:
     body = [f"    {line}" for line in (*lines, last)]
     return ["", "", f"@{_JIT}", f"def {name}({arguments}):", *body]
 
@@ -168,7 +168,7 @@ def captured_additions(spec: Spec) -> tuple[Addition, ...]:
     return tuple(Addition(needed(*each.indices), needed(each.value)) for each in slope.scatters)
 
 
-class _Reads(NamedTuple):
+class EarlyReads(NamedTuple):
     """Early reads of a spec's mods.
 
     Args:
@@ -182,7 +182,7 @@ class _Reads(NamedTuple):
     places: dict[str, dict[int, str]]
 
 
-def _reads(spec: Spec) -> _Reads:
+def early_reads(spec: Spec) -> EarlyReads:
     of_spec = {"score_mod": spec.score_graph, "mask_mod": spec.mask_graph}
     graphs = {name: simplify(graph) for name, graph in of_spec.items() if graph is not None}
     found = [_early(graph.nodes, graph.output) for graph in graphs.values()]
@@ -203,30 +203,32 @@ def _reads(spec: Spec) -> _Reads:
                 given.append(program.cast(lowered[position], program.type_of(node)))
         if not given:
             continue
-        arguments = f"b, h, {index}, {_CALL}"
+        arguments = f"b, h, {index}, {CALL}"
         if kind == "rows":
             # Values of columns may be there already.
             last = f"return tables[:{first}] + ({', '.join(given)},) + tables[{first}:]"
         else:
             last = f"return tables + ({', '.join(given)},)"
-        lines += _function(f"read_{kind}", arguments, body, last)
-    return _Reads(lines, graphs, dict(zip(graphs, stand_ins, strict=True)))
+        lines += function_lines(f"read_{kind}", arguments, body, last)
+    return EarlyReads(lines, graphs, dict(zip(graphs, stand_ins, strict=True)))
 
 
 def _early_functions(spec: Spec) -> list[str]:
     """Return ``read_rows`` and ``read_columns`` where they read something, and the mods that take
     their values."""
-    reads = _reads(spec)
+    reads = early_reads(spec)
     lines = reads.functions
     for name, graph in reads.graphs.items() if lines else ():
         given = "score, " if name == "score_mod" else ""
-        program = _of_read(spec, graph, reads.places[name], bool(given))
-        lines += _mod_function(f"{name}_of_read", program, graph.output, given)
+        program = program_of_read(spec, graph, reads.places[name], bool(given))
+        lines += mod_function(f"{name}_of_read", program, graph.output, given)
     return lines
 
 
-def _of_read(spec: Spec, graph: ModGraph, places: Mapping[int, str], scored: bool) -> ModProgram:
-    """Return the program of a mod that takes early values, of `_Reads.places`."""
+def program_of_read(
+    spec: Spec, graph: ModGraph, places: Mapping[int, str], scored: bool
+) -> ModProgram:
+    """Return the program of a mod that takes early values, of `EarlyReads.places`."""
     program = ModProgram.of(spec, graph.nodes, scored and bool(cap_factors(spec)))
     nodes, ranges, needs = list(graph.nodes), dict(program.ranges), dict(program.needs)
     for position, text in places.items():
@@ -238,9 +240,7 @@ def _of_read(spec: Spec, graph: ModGraph, places: Mapping[int, str], scored: boo
     return replace(program, nodes=nodes, ranges=ranges, needs=needs)
 
 
-def _mod_function(
-    name: str, program: ModProgram, output: int | None, given: str = ""
-) -> list[str]:
+def mod_function(name: str, program: ModProgram, output: int | None, given: str = "") -> list[str]:
     """Return the text of a mod.
 
     Args:
@@ -248,12 +248,18 @@ def _mod_function(
         given: arguments before the indices: a score, which has the result's shape, is the last;
             a mask mod has none.
     """
+    *lines, last = mod_lines(program, output, bool(given))
+    return function_lines(name, f"{given}{INDICES}, {CALL}", lines, last)
+
+
+def mod_lines(program: ModProgram, output: int | None, scored: bool) -> list[str]:
+    """Return the body of a mod's function, of a score mod where `scored`."""
     if output is None:
         value = program.full("0.0", "float32")
     else:
         value = TRITON.lower(program.nodes, program, [output])[output]
-    result = f"ops.spread({value}, score)" if given else program.cast(value, "int1")
-    return _function(name, f"{given}{_INDICES}, {_CALL}", program.lines, f"return {result}")
+    result = f"ops.spread({value}, score)" if scored else program.cast(value, "int1")
+    return [*program.lines, f"return {result}"]
 
 
 def mask_scores_source(spec: Spec) -> str:
@@ -269,12 +275,12 @@ def mask_scores_source(spec: Spec) -> str:
     """
     if spec.mask_graph is None:
         return ""
-    reads = _reads(spec)
+    reads = early_reads(spec)
     graph, places = reads.graphs["mask_mod"], reads.places["mask_mod"]
     program = ModProgram.of(spec, graph.nodes, False)
     lines = _mask_scores("mask_scores", program, graph.output)
     if reads.functions:
-        program = _of_read(spec, graph, places, False)
+        program = program_of_read(spec, graph, places, False)
         lines += _mask_scores("mask_scores_of_read", program, graph.output)
     return "\n".join([*lines, ""])
 
@@ -295,8 +301,8 @@ def _mask_scores(name: str, program: ModProgram, output: int) -> list[str]:
         operands = ", ".join(_operand(program, values, operand) for operand in found.operands)
         tokens = "; ".join(found.tokens)
         last = f"return ops.choose_by({tokens!r}, scores, full, first, columns, ({operands},))"
-    arguments = f"scores, full, first, columns, {_INDICES}, {_CALL}"
-    return _function(name, arguments, program.lines, last)
+    arguments = f"scores, full, first, columns, {INDICES}, {CALL}"
+    return function_lines(name, arguments, program.lines, last)
 
 
 def _operand(program: ModProgram, values: Mapping[int, str], operand: Operand | Bound) -> str:
@@ -343,13 +349,14 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> list[str]:
             f"{offset or program.full('0', 'int64')}, {inside}, {values[scatter.value]}, live, "
             f"SUMS)"
         )
-    arguments = f"grad, score, live, {_INDICES}, {_CALL}, totals"
-    return _function("captured_gradients", arguments, program.lines, "return")
+    arguments = f"grad, score, live, {INDICES}, {CALL}, totals"
+    return function_lines("captured_gradients", arguments, program.lines, "return")
 
 
 def source_for(
-    source: str, *, within: bool, coarse: bool, short: bool = False, sums: Sums = "floats"
-) -> str:
+    source: str, *, within: bool, coarse: bool, short: bool = False, sums: Sums = "floats",
+    steady: bool = False,
+) -> str:  # fmt: skip
     """Return the variant of `write_source`'s text for some calls.
 
     Args:
@@ -358,12 +365,14 @@ def source_for(
         coarse: the sum of `cap_factors` is small, so that tanh may have fewer digits.
         short: q_idx and kv_idx are at most 2^24, so that float32 holds them.
         sums: the numbers that ``captured_gradients`` adds to `totals` (`operations.accumulate`).
+        steady: of `pair_reads.pair_reads_source`.
     """
     for name, default, value in (
         ("WITHIN", False, within),
         ("COARSE", False, coarse),
         ("SHORT", False, short),
         ("SUMS", "floats", sums),
+        ("STEADY", False, steady),
     ):
         line = f"\n{name} = {LANGUAGE}.constexpr("
         source = source.replace(f"{line}{default!r})\n", f"{line}{value!r})\n")
@@ -401,19 +410,19 @@ def write_source(spec: Spec) -> str:
     if spec.score_graph is not None:
         graph = simplify(spec.score_graph)
         program = ModProgram.of(spec, graph.nodes, bool(cap_factors(spec)))
-        lines += _mod_function("score_mod", program, graph.output, "score, ")
+        lines += mod_function("score_mod", program, graph.output, "score, ")
         learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         if spec.needs_backward:
             slope = differentiate(graph, wanted_captured=learned)
         if spec.needs_backward and not _is_grad(slope):
             program = ModProgram.of(spec, slope.nodes, bool(cap_factors(spec)))
-            lines += _mod_function("score_mod_backward", program, slope.score, "grad, score, ")
+            lines += mod_function("score_mod_backward", program, slope.score, "grad, score, ")
         if learned:
             lines += _captured_gradients(spec, slope)
     if spec.mask_graph is not None:
         graph = simplify(spec.mask_graph)
         program = ModProgram.of(spec, graph.nodes, False)
-        lines += _mod_function("mask_mod", program, graph.output)
+        lines += mod_function("mask_mod", program, graph.output)
     lines += _early_functions(spec)
     return "\n".join([*lines, ""])
 

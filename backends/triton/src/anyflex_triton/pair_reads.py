@@ -1,0 +1,297 @@
+"""Reads of captured tensors by query and key that needn't be made pair by pair.
+
+A score mod's value may depend on a pair in one of three ways that a kernel with steps of keys can
+use:
+
+* ``distances``, on ``kv_idx - q_idx`` alone, as T5's table does: a step reads each distance once;
+* ``chunks``, on the row and ``kv_idx // n``, as the height of SAM's decomposed positions: a step
+  reads an element or a few per row;
+* ``periods``, on the row and ``kv_idx % n``, as their width: a tile of rows reads them once, for
+  all of its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from anyflex.plugin import Node, Spec, simplify
+from anyflex_triton.lowering import LANGUAGE, TRITON, ModProgram, cap_factors, dependences
+from anyflex_triton.mods import (
+    CALL,
+    INDICES,
+    EarlyReads,
+    early_reads,
+    function_lines,
+    mod_lines,
+    program_of_read,
+)
+
+__all__ = ["pair_reads_source", "reads_periods"]
+
+_MOST = 2
+"""Maximum number of values of each kind: a period's keeps 16 or 32 registers of a thread."""
+_WIDEST = 128
+"""Maximum number of keys of a step."""
+_SHORTEST_CHUNK = 32
+_LONGEST_PERIOD = 64
+"""Every step's keys are whole periods."""
+
+_KEPT = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class _Pairs(NamedTuple):
+    """How a value depends on pairs.
+
+    Args:
+        drift: by how much the value grows where q_idx and kv_idx both grow by 1; None: unknown.
+        grain: number of keys, from a multiple of it on, for which the value is the same.
+        period: number of keys after which the value repeats; infinite where it needn't.
+    """
+
+    drift: int | None
+    grain: float
+    period: float
+
+
+def _power_of_2(node: Node) -> int | None:
+    """Return an integer constant that is a positive power of 2, else None."""
+    if node.operation != "const" or node.dtype.is_floating_point:
+        return None
+    value = int(node.value)
+    return value if value > 0 and value & (value - 1) == 0 else None
+
+
+def _pairs(nodes: Sequence[Node]) -> list[_Pairs]:
+    found: list[_Pairs] = []
+    for node in nodes:
+        of = [found[argument] for argument in node.arguments]
+        drift = _drift(nodes, node, of)
+        if node.operation == "input":
+            of_key = node.attribute == "kv_idx"
+            found.append(_Pairs(drift, 1 if of_key else math.inf, math.inf if of_key else 1))
+            continue
+        grain = min((each.grain for each in of), default=math.inf)
+        period = max((each.period for each in of), default=1)
+        operands = [nodes[argument] for argument in node.arguments]
+        if len(operands) == 2 and operands[0].attribute == "kv_idx":
+            # Only kv_idx itself is taken apart.
+            number = _power_of_2(operands[1])
+            if node.operation == "floordiv" and number:
+                grain = number
+            elif node.operation == "mod" and number:
+                period = number
+        found.append(_Pairs(drift, grain, period))
+    return found
+
+
+def _drift(nodes: Sequence[Node], node: Node, of: Sequence[_Pairs]) -> int | None:
+    drifts = [each.drift for each in of]
+    if node.operation == "input":
+        return int(node.attribute in ("q_idx", "kv_idx"))
+    if not any(each != 0 for each in drifts):
+        return 0
+    if node.dtype.is_floating_point or None in drifts:
+        return None
+    known = [each for each in drifts if each is not None]
+    if node.operation == "add":
+        return known[0] + known[1]
+    if node.operation == "sub":
+        return known[0] - known[1]
+    if node.operation == "neg":
+        return -known[0]
+    return None
+
+
+def _kind(node: Node, needs: frozenset[str], pairs: _Pairs) -> str:
+    if needs != {"q_idx", "kv_idx"} or not node.dtype.is_floating_point or node.dtype.itemsize > 4:
+        return ""
+    if pairs.drift == 0:
+        return "distances"
+    if pairs.grain >= _SHORTEST_CHUNK:
+        return "chunks"
+    return "periods" if pairs.period <= _LONGEST_PERIOD else ""
+
+
+def _found(nodes: Sequence[Node], output: int | None) -> dict[str, list[tuple[int, int]]]:
+    """Return for each kind the positions of the largest such values that depend on a read, with
+    the number of keys of their chunk or period."""
+    needs, pairs = dependences(nodes), _pairs(nodes)
+    reads: list[bool] = []
+    for node in nodes:
+        reads.append(node.operation == "load" or any(reads[a] for a in node.arguments))
+    kinds = [
+        _kind(node, needs[node], each) if read else ""
+        for node, each, read in zip(nodes, pairs, reads, strict=True)
+    ]
+    wanted = {output} | {
+        argument
+        for position, node in enumerate(nodes)
+        for argument in node.arguments
+        if not kinds[position]
+    }
+    found: dict[str, list[tuple[int, int]]] = {"distances": [], "chunks": [], "periods": []}
+    for position, kind in enumerate(kinds):
+        if not kind or position not in wanted or len(found[kind]) == _MOST:
+            continue
+        node = nodes[position]
+        if node.operation == "cast" and nodes[node.arguments[0]].dtype.itemsize == 2:
+            # Fewer bits are kept.
+            position = node.arguments[0]
+        number = {"chunks": pairs[position].grain, "periods": pairs[position].period}.get(kind, 0)
+        found[kind].append((position, int(min(number, _WIDEST))))
+    return found
+
+
+class _Value(NamedTuple):
+    """A value that is read so.
+
+    Args:
+        kind: of the module's docstring.
+        position: of its node.
+        keys: of a chunk or period; 0 for distances.
+    """
+
+    kind: str
+    position: int
+    keys: int
+
+    @property
+    def name(self) -> str:
+        """Name of the function that reads it."""
+        return f"read_{self.kind}_{self.position}"
+
+
+def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
+    """Return the largest values that depend on a read and on pairs in one of the ways."""
+    needs, pairs = dependences(nodes), _pairs(nodes)
+    kinds: list[str] = []
+    reads: list[bool] = []
+    for node, each in zip(nodes, pairs, strict=True):
+        reads.append(node.operation == "load" or any(reads[a] for a in node.arguments))
+        kinds.append(_kind(node, needs[node], each) if reads[-1] else "")
+    wanted = {output} | {
+        argument
+        for position, node in enumerate(nodes)
+        for argument in node.arguments
+        if kinds[argument] != kinds[position]
+    }
+    found: list[_Value] = []
+    for position, kind in enumerate(kinds):
+        same = sum(value.kind == kind for value in found)
+        if not kind or position not in wanted or same == _MOST:
+            continue
+        node, of = nodes[position], pairs[position]
+        keys = {"distances": 0, "chunks": of.grain, "periods": max(of.period, 8)}[kind]
+        if node.operation == "cast" and nodes[node.arguments[0]].dtype in _KEPT:
+            # A value of 16 bits takes less room.
+            position = node.arguments[0]
+        value = _Value(kind, position, int(min(keys, _WIDEST)))
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def reads_periods(spec: Spec) -> bool:
+    """Return whether `read_tile` of `pair_reads_source` reads something."""
+    if spec.score_graph is None:
+        return False
+    graph = simplify(spec.score_graph)
+    return any(value.kind == "periods" for value in _values(graph.nodes, graph.output))
+
+
+def pair_reads_source(spec: Spec) -> str:
+    """Return the text of additional functions for a module of `write_source`, for kernels whose
+    language has layouts; it is empty where the score mod has no such values.
+
+    ``read_tile(b, h, q_idx, tables, ints, floats)``
+        Returns a tuple, the values of ``periods``.
+    ``read_step(b, h, q_idx, first_q, first_kv, read, tables, ints, floats, BLOCK_N)``
+        Returns ``tables``, from `read_rows` and `read_columns`, with the values of a step of
+        BLOCK_N keys appended. ``first_q``, ``first_kv``: the tile's first row and the step's first
+        key, as mods see them. ``read``: the result of ``read_tile``.
+    ``score_mod_of_pairs``
+        ``score_mod`` with such tables.
+
+    STEADY (`source_for`): each step begins at a multiple of BLOCK_N, for mods too. Else only
+    ``distances`` are read so.
+    """
+    if spec.score_graph is None:
+        return ""
+    reads = early_reads(spec)
+    graph = reads.graphs["score_mod"]
+    values = _values(graph.nodes, graph.output)
+    if not values:
+        return ""
+    lines = ["", "", f"STEADY = {LANGUAGE}.constexpr(False)"]
+    for value in values:
+        program = ModProgram.of(spec, graph.nodes, False)
+        found = TRITON.lower(graph.nodes, program, [value.position])[value.position]
+        kept = _KEPT.get(graph.nodes[value.position].dtype, "float32")
+        last = f"return {program.cast(found, kept)}"
+        lines += function_lines(value.name, f"{INDICES}, {CALL}", program.lines, last)
+    some = [value for value in values if value.kind == "distances"]
+    first = len(spec.captured) + sum(map(len, reads.places.values()))
+    of_step = f"b, h, q_idx, first_q, first_kv, read, {CALL}, BLOCK_N: {LANGUAGE}.constexpr"
+    of_pairs = partial(_score_mod, spec, reads, first)
+    for name, arguments, body in (
+        ("read_tile", f"b, h, q_idx, {CALL}", _read_tile),
+        ("read_step", of_step, _read_step),
+        ("score_mod_of_pairs", f"score, {INDICES}, {CALL}", of_pairs),
+    ):
+        steady, other = body(values), body(some)
+        if steady != other:
+            steady = ["if STEADY:", *_indented(steady), "else:", *_indented(other)]
+        lines += function_lines(name, arguments, steady[:-1], steady[-1])
+    return "\n".join([*lines, ""])
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _read_tile(values: Sequence[_Value]) -> list[str]:
+    read = ""
+    for value in values:
+        if value.kind == "periods":
+            rows, keys = f"ops.rows_of(q_idx, {value.keys})", f"ops.keys_of({value.keys})"
+            read += f"{value.name}(b, h, {rows}, {keys}, {CALL}), "
+    return [f"return ({read})" if read else "return tables[:0]"]
+
+
+def _read_step(values: Sequence[_Value]) -> list[str]:
+    read = ""
+    for value in values:
+        if value.kind == "distances":
+            keys = "ops.distant_keys(first_kv, BLOCK_N)"
+            read += f"{value.name}(b, h, first_q, {keys}, {CALL}), "
+        elif value.kind == "chunks":
+            for begin in range(0, _WIDEST, value.keys):
+                key = f"ops.key_beside(q_idx, first_kv + {begin})"
+                read += f"{value.name}(b, h, q_idx, {key}, {CALL}), "
+    return [f"return tables + ({read}) + read" if read else "return tables + read"]
+
+
+def _score_mod(spec: Spec, reads: EarlyReads, first: int, values: Sequence[_Value]) -> list[str]:
+    """Return the body of ``score_mod_of_pairs``; `first` is the number of other tables."""
+    graph = reads.graphs["score_mod"]
+    places = dict(reads.places["score_mod"])
+    for value in values:
+        if value.kind == "distances":
+            places[value.position] = f"ops.along_distances(tables[{first}], score)"
+            first += 1
+        elif value.kind == "chunks":
+            last = first + _WIDEST // value.keys
+            read = ", ".join(f"tables[{i}]" for i in range(first, last))
+            places[value.position] = f"ops.along_chunks(({read},), {value.keys}, score)"
+            first = last
+    for value in values:
+        if value.kind == "periods":
+            places[value.position] = f"ops.along_periods(tables[{first}], score)"
+            first += 1
+    program = program_of_read(spec, graph, places, bool(cap_factors(spec)))
+    return mod_lines(program, graph.output, scored=True)

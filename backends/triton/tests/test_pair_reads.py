@@ -1,0 +1,77 @@
+"""Which values by pairs are read by steps of keys or by tiles of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from anyflex.plugin import CapturedFacts, Spec, parse_graph
+from anyflex.tracing.trace import trace_mod
+from anyflex_triton.pair_reads import pair_reads_source, reads_periods
+
+TABLE = torch.zeros(8, 512)
+BUCKETS = torch.zeros(300, dtype=torch.int32)
+
+
+def source_of(mod: Callable[..., Any]) -> str:
+    """Return the text for a mod, whose numbers are constants."""
+    traced = trace_mod(mod, "score")
+    slots: dict[str, int | float] = {f"i{i}": value for i, value in enumerate(traced.ints)}
+    slots |= {f"f{i}": value for i, value in enumerate(traced.floats)}
+    graph = parse_graph(traced.text).bind(constants=slots)
+    captured = tuple(CapturedFacts(t.dtype, t.ndim, False) for t in traced.captured)
+    spec = Spec(
+        "cuda", "sm_90", torch.bfloat16, 64, 64, score_graph=graph, captured=captured
+    )  # fmt: skip
+    assert reads_periods(spec) == ("read_periods" in pair_reads_source(spec))
+    return pair_reads_source(spec)
+
+
+DISTANCES: dict[str, Callable[..., Any]] = {
+    "offset": lambda s, b, h, q, k: s + TABLE[h, q - k + 256],
+    "clamped": lambda s, b, h, q, k: s + TABLE[h, BUCKETS[(k - q).clamp(-128, 128) + 128]],
+    "moved both": lambda s, b, h, q, k: s + TABLE[h, (k + 3) - (q + h)],
+    "of a table": lambda s, b, h, q, k: s * (TABLE[h, q - k].exp() + 1),
+}
+BY_ROW: dict[str, tuple[Callable[..., Any], str]] = {
+    "chunks": (lambda s, b, h, q, k: s + TABLE[q, k // 64], "chunks"),
+    "chunks of chunks": (lambda s, b, h, q, k: s + TABLE[q, k // 64 + q % 3], "chunks"),
+    "periods": (lambda s, b, h, q, k: s + TABLE[q, k % 32], "periods"),
+}
+NEITHER: dict[str, Callable[..., Any]] = {
+    "by pair": lambda s, b, h, q, k: s + TABLE[q, k],
+    "two rows a key": lambda s, b, h, q, k: s + TABLE[h, 2 * q - k],
+    "sum": lambda s, b, h, q, k: s + TABLE[h, q + k],
+    "distance of chunks": lambda s, b, h, q, k: s + TABLE[h, q // 2 - k // 2],
+    "moved before": lambda s, b, h, q, k: s + TABLE[q, (k + 1) // 64],
+    "small chunks": lambda s, b, h, q, k: s + TABLE[q, k // 8],
+    "a period of no steps": lambda s, b, h, q, k: s + TABLE[q, k % 48],
+    "long": lambda s, b, h, q, k: s + TABLE[q, k % 128],
+    "both in one": lambda s, b, h, q, k: s + TABLE[q + k // 64, k % 64],
+    "of scores": lambda s, b, h, q, k: s + TABLE[h, (s + k - q).to(torch.int32)],
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_what_distance_alone_decides_is_read_by_distance(name: str) -> None:
+    text = source_of(DISTANCES[name])
+    assert "def read_distances_" in text and "if STEADY" not in text
+    _, _, score_mod = text.partition("def score_mod_of_pairs")
+    assert "along_distances" in score_mod and "load" not in score_mod
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_what_a_part_of_the_key_decides_is_read_by_row(name: str) -> None:
+    mod, kind = BY_ROW[name]
+    text = source_of(mod)
+    assert f"def read_{kind}_" in text and f"ops.along_{kind}(" in text and "if STEADY" in text
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_other_reads_are_left(name: str) -> None:
+    assert source_of(NEITHER[name]) == ""
