@@ -50,13 +50,13 @@ def on_a_tile(
     scores, grads, out, b, h, first_q, first_k, tables, ints, floats, totals,
     SCORE: gl.constexpr, MASK: gl.constexpr, BACKWARD: gl.constexpr, CAPTURED: gl.constexpr,
 ):
-    """Call all functions of a module on scores [64, 16] in the layout of wgmma's result."""
+    """Call all functions of a module on scores [64, 8] in the layout of wgmma's result."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16],
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16],
     )
     q_idx = gl.expand_dims(first_q + gl.arange(0, 64, layout=gl.SliceLayout(1, L)), 1)
-    kv_idx = gl.expand_dims(first_k + gl.arange(0, 16, layout=gl.SliceLayout(0, L)), 0)
-    places = (q_idx - first_q) * 16 + (kv_idx - first_k)
+    kv_idx = gl.expand_dims(first_k + gl.arange(0, 8, layout=gl.SliceLayout(0, L)), 0)
+    places = (q_idx - first_q) * 8 + (kv_idx - first_k)
     score = gl.load(scores + places)
     grad = gl.load(grads + places)
     live = q_idx >= kv_idx
@@ -68,7 +68,7 @@ def on_a_tile(
     gl.store(out + places, gl.where(live, found, float("-inf")))
     if BACKWARD is not None:
         slope = BACKWARD(grad, score, b, h, q_idx, kv_idx, tables, ints, floats)
-        gl.store(out + 1024 + places, slope)
+        gl.store(out + 512 + places, slope)
     if CAPTURED is not None:
         CAPTURED(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)
 # fmt: on
@@ -196,7 +196,7 @@ def main() -> int:
             (f"softcap, fast {fast}", program(softcap, True, fast)) for fast in (False, True)
         ]
         # Reads, and half of the operations.
-        for name, made in made_of if SOAK else made_of[6:12:2]:
+        for name, made in made_of if SOAK else (made_of[6], made_of[7], made_of[10]):
             compiled = triton.compile(
                 made.source(), target=HOPPER, options=made.options.keywords()
             )

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 from compiling import NAMED
 from scripts_beside import SOAK
 from with_ptxas import compiled, compiling, sass_of, spills_of
@@ -118,12 +119,15 @@ def loops_of(sass: str, product: str = "HGMMA") -> list[str]:
 
 
 def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
-    """Yield (name, spec, even, rest, tiles): one, two and three consumers; with `SOAK`,
-    each shape of tiles with each kind of mod."""
+    """Yield (name, spec, even, rest, tiles): one consumer and two; where Triton isn't the pinned
+    one, which is `make test-newest-triton`, three and pages too; with `SOAK`, each shape of tiles
+    with each kind of mod."""
     calls = [("documents", 128, True, False), ("full image", 64, True, False)]
     small = [("causal", 128, True, True)]
-    others = [("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False)]
-    packed = [("causal", 128, 64)]
+    others, packed = [], []
+    if SOAK or not triton.__version__.startswith("3.6."):
+        others = [("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False)]
+        packed = [("causal", 128, 64)]
     if SOAK:
         calls += [
             ("full", 128, False, False), ("causal", 128, True, True),
