@@ -23,10 +23,7 @@ pytest.importorskip("triton", reason="there is no Triton to interpret with")
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.kernel import TritonKernel
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SLOPES = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
 SINKS = torch.tensor([0.3, -torch.inf, 2.0, -1.0, 0.0, 1.0])

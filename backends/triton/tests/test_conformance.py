@@ -15,11 +15,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton to interpret with", allow_module_level=True)
 
 # numpy warns of each -inf and NaN that a kernel computes with.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    # The interpreter's, thousands in a call: pytest would keep each, as objects that calls leave.
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 class TestInInterpreter(Conformance):

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -572,7 +573,9 @@ def main():
 """
 
 
-def test_it_is_kept_on_disk_until_it_is_cleared_or_damaged(tmp_path: Path) -> None:
+def test_it_is_kept_on_disk_until_it_is_cleared_or_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site, cache = tmp_path / "site", tmp_path / "cache"
     metadata = site / "timed-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -604,5 +607,8 @@ def test_it_is_kept_on_disk_until_it_is_cleared_or_damaged(tmp_path: Path) -> No
     assert record["chosen"] == next(iter(record["milliseconds"]))
     file.write_text(file.read_text()[:-9])
     assert run(*call).startswith(number)
-    run("-m", "anyflex", "cache", "clear")
+    monkeypatch.setenv("ANYFLEX_CACHE_DIR", str(cache))
+    monkeypatch.setattr(sys, "argv", ["anyflex", "cache", "clear"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("anyflex", run_name="__main__")
     assert not list(cache.rglob("tuned-*"))
