@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,30 +20,12 @@ pytestmark = pytest.mark.skipif(
 NEEDED = "torch sees no Apple GPU; it needs a Mac with Apple silicon and macOS 14 or newer"
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which `anyflex-mps` counts as installed."""
-    metadata = tmp_path / "anyflex_mps-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: anyflex-mps\nVersion: 0.1.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(
-        "[anyflex.backends.v1]\nmps = anyflex_mps.backend:MpsBackend\n"
-    )
-    paths = os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))
-    return {**os.environ, "PYTHONPATH": paths, "ANYFLEX_CACHE_DIR": str(tmp_path / "cache")}
-
-
-def anyflex_command(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "anyflex", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=120,
-    )
+def status_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
+    """Run ``python -m anyflex`` in this process; return its exit status."""
+    monkeypatch.setattr(sys, "argv", ["anyflex", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("anyflex", run_name="__main__")
+    return ended.value.code
 
 
 def test_the_probe_says_what_is_needed_in_one_line() -> None:
@@ -58,25 +40,30 @@ def test_a_call_that_forces_the_backend_is_refused_with_that_line() -> None:
             anyflex.flex_attention(query, query, query, backend="mps")
 
 
-def test_conformance_exits_3_with_that_line(installed: dict[str, str]) -> None:
-    done = anyflex_command(installed, "conformance", "--backend", "mps", "--quick")
-    assert done.returncode == 3, done.stderr
-    printed = (done.stdout + done.stderr).strip().splitlines()
+def test_conformance_exits_3_with_that_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, "conformance", "--backend", "mps", "--quick") == 3
+    said = capsys.readouterr()
+    printed = (said.out + said.err).strip().splitlines()
     assert len(printed) == 1 and NEEDED in printed[0], printed
 
 
-def test_doctor_lists_the_backend_with_that_line(installed: dict[str, str]) -> None:
-    done = anyflex_command(installed, "doctor")
-    assert NEEDED in done.stdout
+def test_doctor_lists_the_backend_with_that_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status_of(monkeypatch, "doctor")
+    assert NEEDED in capsys.readouterr().out
 
 
-def test_neither_import_nor_probe_compiles_or_loads_generators(installed: dict[str, str]) -> None:
+def test_neither_import_nor_probe_compiles_or_loads_generators() -> None:
     script = (
         "import sys; from anyflex_mps.backend import MpsBackend; MpsBackend('mps', 'mps').probe();"
         "print(sorted(name for name in sys.modules if name.startswith('anyflex_mps')))"
     )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=installed
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout.strip() == str(
         [
