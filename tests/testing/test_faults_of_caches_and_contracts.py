@@ -16,7 +16,7 @@ from tests.testing.faults.fault import Fault
 
 LISTED = (*caches.FAULTS, *contracts.FAULTS)
 FAULTS = (*LISTED, *state.FAULTS, *missed.FAULTS)
-TRIED = FAULTS[:: 1 if SOAK else 3]
+TRIED = FAULTS[:: 1 if SOAK else 4]
 
 
 def test_every_fault_of_the_list_is_there() -> None:

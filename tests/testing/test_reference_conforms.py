@@ -10,5 +10,6 @@ class TestReference(Conformance):
     backend = "reference"
     require = ("all",)
     quick = True
-    # Without masks, mods and operations: tests/masks, tests/mods and tests/spellings have them.
-    cases = () if SOAK else ("[!mo]*", "memory/*", "options/*")
+    # Without masks, mods and operations, which tests/masks, tests/mods and tests/spellings have;
+    # compiled calls and processes are those of tests/compile and tests/misuse.
+    cases = () if SOAK else ("[!cmops]*", "options/*", "precision/*", "s[!h]*", "shapes/*_1*")
