@@ -127,7 +127,7 @@ for devices in ("npux", "cpu"):
             [],
             "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
         ),
-    ][:: 1 if SOAK else 2],
+    ][: 3 if SOAK else 1],
 )
 def test_doctor_tells_whether_it_is_on(
     variables: dict[str, str], devices: list[str], problem: str, installed: Path

@@ -21,6 +21,7 @@ from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated
 from anyflex.torch_routing import originals
 from anyflex.torch_routing.rerouting import rerouted_devices
+from tests.soak import SOAK
 from tests.torch_routing.attention import rerouted
 
 __all__: list[str] = []
@@ -101,7 +102,7 @@ def test_restoring_twice_or_without_rerouting_does_nothing() -> None:
     assert not trains()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", *(["eager"] if SOAK else [])])
 def test_compiled_functions_follow_every_switch(backend: str) -> None:
     def inlined(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return flex_attention(query, key, value) * 1.0
