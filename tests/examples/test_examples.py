@@ -69,12 +69,18 @@ def test_an_example_checks_its_result_against_plain_torch(example: Path) -> None
     assert "torch.testing.assert_close(" in example.read_text(encoding="utf-8")
 
 
-def test_the_demo_starts_as_a_folder_and_as_a_module() -> None:
+def test_the_demo_starts_as_a_folder_and_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # `tests/cli/test_demo_command.py` tests what it does then, with a smaller model.
-    for arguments in (["packed_training"], ["-m", "packed_training"]):
-        done = run(*arguments, "--help")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("usage: packed_training ")
+    done = run("packed_training", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: packed_training ")
+    monkeypatch.setattr(sys, "argv", ["packed_training", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("packed_training", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("usage: packed_training ")
 
 
 def test_the_index_names_every_example_and_nothing_else() -> None:

@@ -118,7 +118,7 @@ _BLOCKS = ((16, 16), (64, 64), (128, 128), (32, 128))
 
 def asked_for() -> int:
     """Number of configurations that this run of pytest takes."""
-    return 500 if SOAK else 60
+    return 500 if SOAK else 50
 
 
 def configurations(count: int = COUNT) -> list[Configuration]:
