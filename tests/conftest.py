@@ -16,10 +16,12 @@ __all__: list[str] = []
 def pytest_configure() -> None:
     """Use one thread, here and in processes that tests start: their tensors are small, and threads
     would only wait for each other. Idle threads of numpy's products spin: they double the time of
-    simulated and interpreted kernels. Processes of Inductor's pool would each import torch."""
+    simulated and interpreted kernels. Processes of Inductor's pool would each import torch, and so
+    would the one that tries whether the processor runs what g++ compiles for it."""
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     torch.manual_seed(0)  # for numbers that test modules draw while they are imported
 
 
