@@ -97,10 +97,12 @@ class FixedLaunch:
         """Return all arguments of a launch, including a call's values."""
         given = dict(values)
         for name, source in self._named.items():
-            if isinstance(source, Part):
-                given[name] = source.within(values[source.of])
-            elif source in values:
-                given[name] = values[source]
+            if name in self.program.types:  # else it is a constant of this kernel, or not there
+                given[name] = (
+                    source.within(values[source.of])
+                    if isinstance(source, Part)
+                    else values[source]
+                )
         together = {**given, **self.values}
         for name, fixed in self.values.items():
             tensor = given.get(name)
