@@ -20,7 +20,7 @@ NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang metal-compiler test-metal test-mps test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup new-user test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang metal-compiler test-metal test-mps test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make conformance-cpu  every case for the CPU backend at each level of this processor, a minute a level"
+	@echo "make new-user     README's first commands in a fresh clone; fails above five minutes, on an idle machine"
 	@echo "make soak         the tests in full: all random calls, masks and mods, whole kits and builds, all compiles"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-metal   the kernels for Apple GPUs in the emulator, in full; metal-compiler: installs the Clang it needs"
@@ -42,6 +43,9 @@ help:
 
 setup:
 	$(READY) lint test docs demo
+
+new-user:
+	@bash scripts/new_user.sh
 
 # Two at a time: most tests have one thread. ARGS="-n 0" is one after the other. In the files' order:
 # those of the backends, few tests that take minutes, would else come last.

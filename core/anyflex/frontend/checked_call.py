@@ -71,7 +71,7 @@ def check(
     sinks: Any = None,
 ) -> CheckedCall:
     """Check `flex_attention`'s arguments, and return them in their one form."""
-    # What most calls pass needs no function to check it.
+    # Most calls pass flags that need no function to check them.
     if (
         (enable_gqa is not True and enable_gqa is not False)
         or return_lse is not False
