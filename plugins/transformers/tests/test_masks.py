@@ -117,8 +117,9 @@ def test_a_row_that_sees_every_key_has_no_mask() -> None:
         {"q_offset": 8, "allow_is_causal_skip": False},
         {"q_offset": 8, "local_size": 4},
         {"q_offset": 8, "attention_mask": torch.tensor([[False] + [True] * 8])},
+        {"q_offset": torch.tensor([8]), "attention_mask": torch.ones(1, 6, dtype=torch.bool)},
     ],
-    ids=["keys of the future", "static cache", "window", "padding"],
+    ids=["keys of the future", "static cache", "window", "padding", "a mask that ends before"],
 )
 def test_other_rows_have_the_dense_row(arguments: Any) -> None:
     function = masking_utils.causal_mask_function
@@ -131,7 +132,8 @@ def test_other_rows_have_the_dense_row(arguments: Any) -> None:
     if "local_size" in arguments:
         expected &= place > 4
     if "attention_mask" in arguments:
-        expected &= place > 0
+        padding = arguments["attention_mask"][0]
+        expected &= torch.nn.functional.pad(padding, (0, 9 - len(padding)))
     assert (row.view(-1) == expected).all()
 
 
@@ -168,15 +170,19 @@ def every_key(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= 0
 
 
-def test_keys_that_a_static_cache_has_not_filled_are_dead_for_encoders_too() -> None:
+@pytest.mark.parametrize(
+    ("function", "rows"), [(every_key, 4), (masking_utils.causal_mask_function, 9)]
+)
+def test_keys_that_a_mask_of_tokens_lacks_are_dead(function: Any, rows: int) -> None:
+    # An encoder with a static cache, or a mask that is shorter than the rows.
     mask = asked(
-        q_length=4,
+        q_length=rows,
         kv_length=9,
-        mask_function=every_key,
+        mask_function=function,
         attention_mask=torch.ones(1, 6, dtype=torch.bool),
         allow_is_bidirectional_skip=True,
     )
-    live = anyflex.create_mask(mask.own.mask_mod, 1, 1, 4, 9)
+    live = anyflex.create_mask(mask.own.mask_mod, 1, 1, rows, 9)
     assert (live.any(2).view(-1) == (torch.arange(9) < 6)).all()
 
 

@@ -86,6 +86,15 @@ def test_masks_and_biases_of_a_wrong_shape(argument: str, shape: tuple[int, ...]
         attention(layer(), *tensors(), **given)
 
 
+@pytest.mark.parametrize(
+    ("argument", "dtype"), [("attention_mask", torch.int64), ("position_bias", torch.bool)]
+)
+def test_masks_and_biases_of_a_wrong_dtype(argument: str, dtype: torch.dtype) -> None:
+    given = {"attention_mask": None, argument: torch.ones(1, 1, 5, 5, dtype=dtype)}
+    with pytest.raises(anyflex.ArgumentTypeError, match=f"{argument} must be .*got {dtype}"):
+        attention(layer(), *tensors(), **given)
+
+
 USES: dict[str, Any] = {
     "added": lambda mask: torch.zeros(1, 2, 5, 5) + mask,
     "added to": lambda mask: mask + torch.zeros(1, 2, 5, 5),

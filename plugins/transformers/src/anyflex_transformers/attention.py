@@ -73,6 +73,7 @@ def attention(
     Raises:
         ArgumentError: a mask or bias of a shape that doesn't fit, or a keyword that would change
             the result in a way that is unknown here.
+        ArgumentTypeError: a mask or bias of another dtype.
     """
     if not others.keys() <= WITHOUT_EFFECT:
         _refuse_unknown(module, others)

@@ -48,7 +48,7 @@ def mask(
     """
     tracing = torch.compiler.is_compiling()
     length = kv_length + kv_offset
-    padding = _padding(attention_mask, length, mask_function, tracing)
+    padding = _padding(attention_mask, length, q_offset + q_length, mask_function, tracing)
     local = local_size is not None and kv_length >= local_size
     if padding is None and allow_is_bidirectional_skip and not local:
         return None
@@ -150,17 +150,32 @@ _kept_causal_blocks = functools.lru_cache(maxsize=16)(_causal_blocks)
 
 
 def _padding(
-    attention_mask: Tensor | None, length: int, function: MaskFunction, tracing: bool
+    attention_mask: Tensor | None,
+    length: int,
+    end: int | Tensor,
+    function: MaskFunction,
+    tracing: bool,
 ) -> Tensor | None:
-    """Return the mask of tokens, bool [B, at least `length`], or None if it excludes nothing."""
+    """Return the mask of tokens, bool [B, at least `length`], or None if it excludes nothing.
+
+    Args:
+        attention_mask: a shorter one excludes the keys that it lacks.
+        length: number of keys. end: position after the last row.
+    """
     if attention_mask is None:
         return None
-    short = length - attention_mask.shape[-1]
-    # Keys past the given tokens are places of a static cache that nothing fills yet.
-    ahead = short > 0 and function is not masking_utils.causal_mask_function
-    if not tracing and not ahead and bool(attention_mask.all()):
-        return None
-    return torch.nn.functional.pad(attention_mask, (0, short)) if short > 0 else attention_mask
+    given = attention_mask.shape[-1]
+    short = length - given
+    if short <= 0:
+        if not tracing and bool(attention_mask.all()):
+            return None
+        return attention_mask
+    # Rows that see no key past their own see none of a static cache that nothing fills yet.
+    if not tracing and function is masking_utils.causal_mask_function:
+        every = attention_mask.all() & (end <= given)
+        if bool(every):
+            return None
+    return torch.nn.functional.pad(attention_mask, (0, short))
 
 
 def _of_rows(

@@ -32,6 +32,7 @@ def score_mod(
 
     Raises:
         ArgumentError: a tensor whose shape doesn't fit.
+        ArgumentTypeError: one whose dtype doesn't.
     """
     mods = [] if softcap is None else [anyflex.mods.softcap(softcap)]
     if position_bias is not None:
@@ -58,6 +59,10 @@ def _fitted(name: str, tensor: Tensor, shape: tuple[int, int, int, int]) -> Tens
             f"{name} must have shape [1 or {batch}, 1 or {heads}, 1 or {rows}, at least {keys}], "
             f"got {list(tensor.shape)}"
         )
+    is_mask = name == "attention_mask"
+    if not tensor.is_floating_point() and not (is_mask and tensor.dtype is torch.bool):
+        needed = "bool (True is live) or floating" if is_mask else "floating"
+        raise anyflex.ArgumentTypeError(f"{name} must be {needed}, got {tensor.dtype}")
     # A view takes longer than all else here.
     return tensor if tensor.shape[2] == rows else tensor.expand(-1, -1, rows, -1)
 
