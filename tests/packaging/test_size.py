@@ -15,7 +15,7 @@ CAPABILITIES = {
     "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
     "what authors of backends declare and read: node_dtypes, doctor on decoding": 130,
-    "an attention implementation for Hugging Face transformers": 1_110,
+    "an attention implementation for Hugging Face transformers": 1_145,
     "an attention backend for vLLM": 490,
     "gradients of biases for each pair, summed once on a CPU": 110,
     "packed sequences and keys in pages, by any backend's dense kernels": 1_235,

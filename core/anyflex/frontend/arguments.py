@@ -216,13 +216,6 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
     Args:
         dtype: of query; but for float64 scores are float32.
     """
-    # The usual scale needs no more. Dynamo would put a guard on this.
-    if (
-        type(scale) is float
-        and not torch.compiler.is_dynamo_compiling()
-        and -_LARGEST <= scale <= _LARGEST
-    ):
-        return scale
     if isinstance(scale, Tensor):
         if scale.requires_grad:
             fail(
