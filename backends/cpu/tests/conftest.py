@@ -17,6 +17,8 @@ from anyflex.plugin import register
 from anyflex_cpu import library
 from anyflex_cpu.backend import CpuBackend
 
+MANY = 16
+"""Number of a test's cases above which a part runs at the highest level too."""
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -38,21 +40,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave two thirds of a test's cases out at levels below the highest, drawn by name, unless it
-    has only one or two at each level. `make soak` runs all."""
+    """Leave two thirds of a test's cases but the first out, drawn by name, at levels below the
+    highest if it has at least three at the level, otherwise if it has more than `MANY`. The kit's
+    cases count by their groups. `make soak` runs all."""
     if SOAK:
         return
     below = library.load().available()[:-1]
-    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[str, str | None], list[pytest.Item]] = defaultdict(list)
     for item in items:
         level = item.callspec.params.get("level") if hasattr(item, "callspec") else None
-        if level in below:
-            cases[item.nodeid.partition("[")[0], level].append(item)
+        test, _, case = item.nodeid.partition("[")
+        group = case.partition("/")[0] if "::test_case[" in item.nodeid else ""
+        cases[test + group, level].append(item)
     left_out = {
         item
-        for of_level in cases.values()
-        for item in of_level
-        if len(of_level) >= 3 and zlib.crc32(item.nodeid.encode()) % 3
+        for (_, level), alike in cases.items()
+        if len(alike) > (2 if level in below else MANY)
+        for item in alike[0 if level in below else 1 :]
+        if zlib.crc32(item.nodeid.encode()) % 3
     }
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -186,7 +186,7 @@ def test_an_empty_batch_with_a_mask_for_each_entry_gives_nothing(
     with torch.no_grad():
         assert attention(query, key)[0].shape == (0, 2, length, 16)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for call in (attention, compiled) if length == 8 else (attention,):
+    for call in (attention, compiled) if length == 8 and kv_batch == 0 else (attention,):
         out, lse = call(query, key)
         assert out.shape == (0, 2, length, 16) and lse.shape == (0, 2, length)
         found = torch.autograd.grad(out.sum() + lse.sum(), (query, key))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soak import SOAK
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed")
 
@@ -40,7 +41,8 @@ mask = anyflex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 70, 70)
 out = anyflex.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], mask, backend="cpu")
 out.sum().backward()
 anyflex.save_artifacts(folder / "own.zip")
-(folder / "torch.bin").write_bytes(torch.compiler.save_cache_artifacts()[0])
+if action != "own":
+    (folder / "torch.bin").write_bytes(torch.compiler.save_cache_artifacts()[0])
 print(json.dumps([len(compiled), float(out.sum()), float(bias.grad.sum())]))
 """
 
@@ -64,6 +66,6 @@ def test_mods_that_were_saved_are_not_compiled_again(tmp_path: Path) -> None:
     assert compiled == 1
     own = (tmp_path / "own.zip").read_bytes()
     # A process that compiles nothing saves the same artifacts for the next one.
-    for number, action in enumerate(("torch", "own", "torch")):
+    for number, action in enumerate(("torch", "own", *["torch"] * SOAK)):
         assert in_a_process(action, tmp_path, tmp_path / f"cache {number}") == [0, *values]
         assert (tmp_path / "own.zip").read_bytes() == own

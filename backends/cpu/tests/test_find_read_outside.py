@@ -35,16 +35,17 @@ def find(score, ld, rows, columns):
     program = structs.Program(None, ctypes.addressof(words), len(code), 0)
     address = library.load().address("af_find_read_outside")
     search = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(address)
+    error.code = error.index = 0
     search(ctypes.addressof(program), ctypes.addressof(tile))
     print(error.code, error.index)
 """
 
 
-def found(call: str) -> str:
-    """Return what a process prints that makes the call; a failure ends that process alone."""
+def found(calls: str) -> str:
+    """Return what a process prints that makes the calls; a failure ends that process alone."""
     path = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM + call],
+        [sys.executable, "-c", PROGRAM + calls],
         env=os.environ | {"PYTHONPATH": path},
         check=True,
         capture_output=True,
@@ -54,20 +55,18 @@ def found(call: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="calls mprotect as Linux has it")
-def test_scores_behind_the_last_row_are_not_read() -> None:
-    # The tile is the last 16 columns of two rows of half a page; the next page can't be read.
-    call = """
+def test_no_memory_for_copies_is_a_status_and_nothing_behind_the_last_row_is_read() -> None:
+    # The second tile is the last 16 columns of two rows of half a page; the next page can't be
+    # read.
+    calls = """
+find(ctypes.addressof(table), 2**30, 2**20, 2**30)
 memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
 begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 ld = mmap.PAGESIZE // 8
 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + 8 * ld), mmap.PAGESIZE, 0) == 0
 find(begin + 4 * (ld - 16), ld, 2, 16)
 """
-    assert found(call) == "1 8\n"
-
-
-def test_no_memory_for_the_copies_is_a_status() -> None:
-    assert found("find(ctypes.addressof(table), 2**30, 2**20, 2**30)") == "4 0\n"
+    assert found(calls).splitlines() == ["4 0", "1 8"]
 
 
 def test_no_memory_to_find_a_read_outside_is_no_fault_of_the_plugin(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from soak import SOAK
 from torch import Tensor
 
 import anyflex
@@ -66,7 +67,7 @@ def test_the_code_grows_with_the_tensors_and_its_blocks_do_not(
     assert max(blocks_of(texts[-1])) <= PIECE + 4
 
 
-@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("dims", [2, *[1] * SOAK])
 def test_results_and_gradients_of_code_in_pieces_are_the_interpreters(dims: int) -> None:
     def results(mods: str) -> list[Tensor]:
         query = torch.linspace(-1, 1, LENGTH * 8).view(1, 1, LENGTH, 8).requires_grad_()

@@ -118,7 +118,7 @@ print("no crash")
 
 def test_no_call_crashes_at_any_level() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "1" if SOAK else "7"],
+        [sys.executable, "-c", PROGRAM, "1" if SOAK else "13"],
         capture_output=True,
         text=True,
         timeout=900,
