@@ -100,7 +100,7 @@ test-clang:
 metal-compiler:
 	@bash scripts/metal_compiler.sh
 
-# Half an hour on two cores. ARGS goes to the kits: ARGS="--variant races-random --case 'decode/*'".
+# Three quarters of an hour on two cores. ARGS goes to the kits: ARGS="--variant races-random --case 'decode/*'".
 test-metal:
 	$(READY) test
 	@cd backends/mps && CI=1 ANYFLEX_SOAK=1 ../../$(RUN) -m pytest -q -n 2 -m "not mps"
