@@ -20,13 +20,14 @@ NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup new-user test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang metal-compiler test-metal test-mps test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup new-user test-transformers test test-torch test-newest-torch soak conformance conformance-cpu sanitize test-arm test-clang metal-compiler test-metal test-mps test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test, test-newest-torch, test-newest-triton"
 	@echo "make test-torch TORCH=torch==2.15.0  the tests with another torch, without CUDA; test-newest-torch: those that CI runs with the newest"
+	@echo "make test-transformers TRANSFORMERS=4.57.6  plugins/transformers with another transformers, the oldest by default"
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make conformance-cpu  every case for the CPU backend at each level of this processor, a minute a level"
@@ -127,6 +128,13 @@ bench-nvidia:
 	$(READY) test
 	@bash scripts/nvidia_checks.sh $(RUN) measure build/nvidia/measure
 
+# The oldest transformers that plugins/transformers names, with the packages that it wants.
+TRANSFORMERS ?= 4.57.6
+test-transformers:
+	$(READY) test
+	@$(RUN) -m pip install -qq --upgrade --target $(VENV)/transformers/$(TRANSFORMERS) transformers==$(TRANSFORMERS)
+	@PYTHONPATH=$(CURDIR)/$(VENV)/transformers/$(TRANSFORMERS) $(RUN) -m pytest -q -n 2 plugins/transformers/tests $(ARGS)
+
 # Forward and decoding of Hopper's, Blackwell's and the portable kernels in bfloat16: `make test` compiles backward too,
 # with the pinned Triton, and `make soak` all with both.
 test-newest-triton: $(NEWEST_TRITON)
@@ -173,6 +181,7 @@ imports:
 bench:
 	$(READY) test
 	@$(RUN) bench/import_time.py
+	@$(RUN) bench/torch_import.py
 	@$(RUN) bench/registry_scan.py
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
 	@$(RUN) bench/serving_host.py --rounds 10 --json bench/results/serving_host.json
