@@ -133,11 +133,11 @@ def test_a_case_that_hangs_ends_its_process_and_the_others_go_on(
 ) -> None:
     register("cpu.unruly", backend)
     # The one process that there is has to be replaced for the last case.
-    with open_session("cpu.unruly") as session, Pool(session, 1, seconds=2.0) as processes:
+    with open_session("cpu.unruly") as session, Pool(session, 1, seconds=4.0) as processes:
         found = list(processes.run([every_case()[name] for name in FEW]))
     assert [outcome.status for outcome in found] == ["passed", "failed", "passed"]
     assert found[1].detail == (
-        "it has not ended within 2 s (--timeout), and its process was killed: where it hangs is "
+        "it has not ended within 4 s (--timeout), and its process was killed: where it hangs is "
         "on stderr"
     )
     error = capfd.readouterr().err
