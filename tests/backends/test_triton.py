@@ -16,6 +16,7 @@ from tests.soak import SOAK
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 LISTED = {
     "test_listed_mods.py": ("anyflex.tracing.trace", "anyflex.testing.mods."),
+    "test_pair_reads.py": ("anyflex.tracing.trace",),
     "test_soft_caps.py": ("anyflex.tracing.trace", "anyflex.mods."),
 }
 """Imports beyond the public names: the kit's list of mods and their graphs, which a backend gets
