@@ -19,7 +19,7 @@ from scripts_beside import SOAK
 
 import anyflex
 from anyflex_triton import forward_call as portable_call
-from anyflex_triton.building import Boxes, Program
+from anyflex_triton.building import Boxes, Program, layout_of
 
 Mod = Callable[..., Any]
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
@@ -312,6 +312,51 @@ def test_forward_knows_what_backward_will_compile(
         launched.clear()
         torch.autograd.grad(out, chosen, torch.zeros_like(out))
         assert [program for program, _ in launched] == known
+
+
+def fused(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return query, key and value as parts of one projection."""
+    return [part.transpose(1, 2) for part in torch.zeros(2, 201, 3, 8, 64, dtype=dtype).unbind(2)]
+
+
+def expanded(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return keys and values that the batch shares, of two KV heads, which are split."""
+    kv = torch.zeros(2, 1, 2, 202, 64, dtype=dtype).expand(-1, 2, -1, -1, -1)
+    return [torch.zeros(2, 8, 202, 64, dtype=dtype), *kv]
+
+
+@pytest.mark.parametrize("layout", [fused, expanded])
+@pytest.mark.parametrize(
+    ("dtype", "hopper"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
+)
+def test_gradients_are_written_by_their_own_strides_after_forward_has_foreseen_their_kernels(
+    layout: Callable[[torch.dtype], list[torch.Tensor]], dtype: torch.dtype, hopper: bool
+) -> None:
+    leaves = [tensor.detach().requires_grad_() for tensor in layout(dtype)]
+    with recorded() as launched, foreseen() as known:
+        out = anyflex.flex_attention(
+            *leaves, enable_gqa=True, backend="cuda.recorded",
+            kernel_options={"cuda.recorded": {"hopper": hopper}},
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        gradients = torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        assert [program for program, _ in launched] == known
+    places = {gradient.data_ptr(): gradient for gradient in gradients}
+    written = set()
+    for _, values in launched:
+        for name in ("dq", "dk", "dv"):
+            found = values.get(name)
+            if isinstance(found, Boxes):
+                assert found.strides == list(places[found.base.data_ptr()].stride())
+            elif found is not None and f"{name}_strides" in values:
+                gradient = places[found.data_ptr()]
+                assert values[f"{name}_strides"] == layout_of(gradient).strides
+            else:
+                continue
+            written.add(name)
+    assert written == {"dq", "dk", "dv"}
 
 
 def test_forward_knows_what_repeatable_sums_will_compile() -> None:

@@ -294,7 +294,7 @@ def backward_programs(
     portable: Programs, gluon: GluonPrograms, fit: BackwardFit, call: Call, out: Outputs
 ) -> list[Program]:
     """Return the programs that `hopper_launches` will launch for a call if dout is laid out as out
-    is, and dq, dk and dv as query, key and value are.
+    is.
 
     Args:
         fit: the call's.

@@ -77,9 +77,9 @@ _SUMMED_KEYS = 16
 def expected_backward(
     spec: Spec, call: Call, out: Outputs, workspace: Sequence[TensorSpec]
 ) -> tuple[Saved, GradInputs, Grads]:
-    """Return backward's arguments as they will be if dout is laid out as out, and the outgoing
-    gradients as query, key, value and captured tensors. Their values must not be read: they tell
-    which programs backward will launch, before it runs.
+    """Return backward's arguments as they will be if dout is laid out as out. Their values must
+    not be read: they tell which programs backward will launch, before it runs. Launches made of
+    them must not be kept: the order of a gradient's dimensions is core's to choose.
 
     Args:
         out: of forward, with lse.
@@ -87,8 +87,9 @@ def expected_backward(
     """
     lse = out.lse
     assert lse is not None
+    # As core allocates them, gradients are dense and aligned, whatever their inputs are.
     dq, dk, dv = (
-        tensor if name in spec.gradients else None
+        torch.empty_like(tensor, device="meta") if name in spec.gradients else None
         for name, tensor in zip("qkv", (call.query, call.key, call.value), strict=True)
     )
     captured = tuple(

@@ -172,11 +172,11 @@ class TritonKernel(Kernel):
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
         """Return the programs that a training call's backward will need if dout is laid out as
-        out, and the outgoing gradients as query, key and value."""
+        out."""
         if self._made.tuner is not None:
             return []
         given = expected_backward(self.spec, call, out, self.workspace(call, "backward"))
-        return [launch.program for launch in self._backward_launches(call, *given)]
+        return [launch.program for launch in self._backward_launches(call, *given, {})]
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`. Raises as forward does."""
@@ -186,7 +186,9 @@ class TritonKernel(Kernel):
                     gradient.zero_()
             return
         try:
-            launch_all(self._backward_launches(call, saved, grad, grads), call.query.device)
+            parts = self.fixed_parts(call, saved, grad)
+            launches = self._backward_launches(call, saved, grad, grads, parts)
+            launch_all(launches, call.query.device)
         except OutOfResources as error:
             self._made.blame_options("backward", error)
             raise
@@ -198,11 +200,19 @@ class TritonKernel(Kernel):
         return self._made.kept(call, key, dict)
 
     def _backward_launches(
-        self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
+        self,
+        call: Call,
+        saved: Saved,
+        grad: GradInputs,
+        grads: Grads,
+        parts: dict[object, FixedLaunch],
     ) -> list[Launch]:
-        """Return the launches that fill the non-empty tensors of `grads`."""
+        """Return the launches that fill the non-empty tensors of `grads`.
+
+        Args:
+            parts: result of `fixed_parts`.
+        """
         made = self._made
-        parts = self.fixed_parts(call, saved, grad)
         row_values, *rest = grads.workspace
         values = backward_values(made, call, saved, grad, grads, row_values)
         key_sums = rest.pop(0) if self._key_sums_specs(call) else None
