@@ -359,6 +359,23 @@ def test_gradients_are_written_by_their_own_strides_after_forward_has_foreseen_t
     assert written == {"dq", "dk", "dv"}
 
 
+def test_a_gradient_at_an_unaligned_address_is_copied() -> None:
+    q = torch.zeros(2, 2, 204, 64, dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn(q.numel() + 4).bfloat16()[4:].view(q.shape)
+    assert dout.is_contiguous() and dout.data_ptr() % 16
+    with recorded() as launched:
+        out = anyflex.flex_attention(q, q, q, backend="cuda.recorded")
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        torch.autograd.grad(out, q, dout)
+    bases = [
+        values["dout"].base for _, values in launched if isinstance(values.get("dout"), Boxes)
+    ]
+    assert bases
+    for base in bases:
+        assert base.data_ptr() % 16 == 0 and base.equal(dout)
+
+
 def test_forward_knows_what_repeatable_sums_will_compile() -> None:
     q = torch.zeros(2, 2, 256, 64, requires_grad=True)
     table = torch.zeros(2, requires_grad=True)

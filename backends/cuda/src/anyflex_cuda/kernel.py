@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex_cuda.backward_call import (
     BackwardFit,
@@ -209,9 +211,11 @@ class CudaKernel(TritonKernel):
             super().backward(call, saved, grad, grads)
             return
         if not is_boxed(grad.dout):
-            # dout is often the expanded gradient of a sum. The copy isn't part of the workspace,
-            # which is requested before dout exists.
-            grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
+            # dout is often the expanded gradient of a sum. `contiguous` wouldn't copy a contiguous
+            # one that begins at an unaligned address. The copy isn't part of the workspace, which
+            # is requested before dout exists.
+            dout = grad.dout.clone(memory_format=torch.contiguous_format)
+            grad = GradInputs(dout, grad.dlse, grad.delta)
         launches = hopper_launches(self._made, self._hopper, fit, call, saved, grad, grads)
         if self._portable_gradients:
             memory, *rest = grads.workspace
