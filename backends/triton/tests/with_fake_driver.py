@@ -265,6 +265,18 @@ def test_arguments_take_values_of_other_names_and_parts_of_tensors() -> None:
     assert together["x_desc"].base.view(torch.int16).flatten().tolist() == list(range(32, 64))
 
 
+def test_few_layouts_of_parts_are_kept() -> None:
+    """Backward's workspace has its parts elsewhere for each shape."""
+    program = compiled()
+    _, values = given(program)
+    values["memory"] = torch.zeros(2048, dtype=torch.uint8)
+    for begin in range(0, 1024, 16):
+        x = Part("memory", begin, (3, 5), torch.bfloat16)
+        named: dict[str, str | Part] = {"x_desc": "x", "y_desc": "y", "x": x}
+        FixedLaunch(program, 3, FIXED, named).run(GPU, values)
+    assert 0 < len(program._laid_out) < 10
+
+
 def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_another() -> None:
     program = compiled()
     fixed, values = given(program, 3)

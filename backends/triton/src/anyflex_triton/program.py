@@ -36,6 +36,10 @@ __all__ = ["INTERPRETED", "Options", "Program", "Source", "TellsFrontEnd"]
 INTERPRETED = bool(knobs.runtime.interpret)
 """TRITON_INTERPRET=1 was set when triton was imported: kernels run in numpy, on CPU tensors."""
 
+_LAYOUTS = 8
+"""Maximum number of layouts of a program's parameters that are kept, of up to 33 KB each. Evicts
+all: few are asked for again."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -257,10 +261,13 @@ class Program:
         function = self._functions.get(device.index)
         if function is None:
             return None
-        # A growing KV cache makes a launcher for each length, with the same parameters.
+        # A growing KV cache makes a launcher for each length, with the same parameters. The parts
+        # of backward's workspace lie elsewhere for each shape.
         key = (tuple(fixed), *named.items())
         parameters = self._laid_out.get(key)
         if parameters is None:
+            if len(self._laid_out) >= _LAYOUTS:
+                self._laid_out.clear()
             parameters = Parameters(self.order, self.types, metadata, fixed, named)
             self._laid_out[key] = parameters
         if self._needs_context:
