@@ -52,6 +52,12 @@ MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
         "const i64 - 4096;add i64 4,5 -;load f32 1,6 0;add f32 0,7 -;=8",
         CAUSAL, (CapturedFacts(torch.float32, 2, False),),
     ),
+    "distances twice": (
+        "input f32 - score;input i64 - h;input i64 - q_idx;input i64 - kv_idx;sub i64 3,2 -;"
+        "const i64 - 4096;add i64 4,5 -;load f32 1,6 0;mul f32 0,7 -;sub i64 2,3 -;add i64 9,5 -;"
+        "load f32 1,10 1;add f32 8,11 -;=12",
+        CAUSAL, (CapturedFacts(torch.float32, 2, False),) * 2,
+    ),
 }  # fmt: skip
 
 
@@ -149,6 +155,7 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
                 True,
                 True,
             ),
+            ("distances twice", spec_of("distances twice", 64, block=384), True, False),
             ("softcap of 96", spec_of("softcap", 96), True, True),
             ("alibi of 96, float16", spec_of("alibi", 96, torch.float16), True, True),
             ("documents of 96", spec_of("documents", 96), False, True),

@@ -293,6 +293,29 @@ def test_tiles_follow_head_dims_and_blocks_of_the_mask() -> None:
         assert f"hopper {rows}x128" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "masked", "rows"),
+    [
+        ("slopes", True, 192), ("distances", False, 192), ("distances", True, 128),
+        ("two distances", False, 128), ("chunks", False, 128), ("periods", False, 128),
+    ],
+)  # fmt: skip
+def test_values_by_pairs_have_registers(kind: str, masked: bool, rows: int) -> None:
+    table, other = torch.zeros(40, 800), torch.zeros(40, 800)
+    score = {
+        "slopes": lambda s, b, h, q, k: s + table[h, 0] * (k - q),
+        "distances": lambda s, b, h, q, k: s + table[h, k - q + 400],
+        "two distances": lambda s, b, h, q, k: s * table[h, k - q + 400] + other[h, q - k + 400],
+        "chunks": lambda s, b, h, q, k: s + table[q % 40, k // 64],
+        "periods": lambda s, b, h, q, k: s + table[q % 40, k % 64],
+    }[kind]
+    mask = None
+    if masked:
+        mask = anyflex.create_block_mask(causal, 1, 1, 384, 384, BLOCK_SIZE=(384, 128))
+    _, said = launches(*drawn(*[(1, 40, 384, 64)] * 3), score_mod=score, block_mask=mask)
+    assert f"hopper {rows}x128" in said
+
+
 @pytest.mark.parametrize(("dim", "keys"), [(64, 128), (128, 128), (256, 64)])
 def test_a_tile_has_one_consumer_where_all_run_at_once(dim: int, keys: int) -> None:
     mask = anyflex.create_block_mask(causal, 1, 1, 256, 256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import anyflex
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex.tracing.trace import trace_mod
-from anyflex_triton.pair_reads import pair_reads_source, reads_periods
+from anyflex_triton.pair_reads import pair_kinds, pair_reads_source
 
 TABLE = torch.zeros(8, 512)
 BUCKETS = torch.zeros(300, dtype=torch.int32)
@@ -28,8 +30,9 @@ def source_of(mod: Callable[..., Any]) -> str:
     spec = Spec(
         "cuda", "sm_90", torch.bfloat16, 64, 64, score_graph=graph, captured=captured
     )  # fmt: skip
-    assert reads_periods(spec) == ("read_periods" in pair_reads_source(spec))
-    return pair_reads_source(spec)
+    text = pair_reads_source(spec)
+    assert pair_kinds(spec) == re.findall(r"def read_(distances|chunks|periods)_", text)
+    return text
 
 
 DISTANCES: dict[str, Callable[..., Any]] = {
@@ -44,6 +47,11 @@ BY_ROW: dict[str, tuple[Callable[..., Any], str]] = {
     "periods": (lambda s, b, h, q, k: s + TABLE[q, k % 32], "periods"),
 }
 NEITHER: dict[str, Callable[..., Any]] = {
+    # Reading a slope by step takes more than multiplying it by a distance.
+    "slopes": anyflex.mods.alibi(torch.ones(8)),
+    "slopes of ints": lambda s, b, h, q, k: s + TABLE[h, 0] * (k - q),
+    "slopes by row": lambda s, b, h, q, k: s + TABLE[h, q] * (k - q).abs(),
+    "documents": lambda s, b, h, q, k: torch.where(BUCKETS[q] == BUCKETS[k], s, s - 1.0),
     "by pair": lambda s, b, h, q, k: s + TABLE[q, k],
     "two rows a key": lambda s, b, h, q, k: s + TABLE[h, 2 * q - k],
     "sum": lambda s, b, h, q, k: s + TABLE[h, q + k],

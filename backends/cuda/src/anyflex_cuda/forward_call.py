@@ -28,7 +28,7 @@ from anyflex_triton.building import (
     compile_with_next,
     mask_rows,
     output_values,
-    reads_periods,
+    pair_kinds,
     wanted_outputs,
 )
 
@@ -121,8 +121,11 @@ def tiles_for(spec: Spec) -> Tiles:
         # Three consumers are faster without a mask; under a mask, whose blocks must permit them,
         # only where rows are long.
         block = 128 if spec.q_layout == "packed" else spec.block_size[0]
-        # A period takes registers that three consumers don't have.
-        thirds = block % (3 * _ROWS) == 0 and not (block % 128 == 0 and reads_periods(spec))
+        # Values by pairs take registers that three consumers don't have, except for one table of
+        # distances without a mask.
+        kinds = pair_kinds(spec)
+        most = ["distances"] if spec.mask_graph is None else []
+        thirds = block % (3 * _ROWS) == 0 and (block % 128 != 0 or kinds in ([], most))
         if thirds:
             return Tiles(3, 128, 3, True, True, apart, 1, True, (160, 24))
         return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))

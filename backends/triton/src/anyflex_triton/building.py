@@ -14,7 +14,7 @@ Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `Part`
 Packed sequences       `packed_values`, arguments of kernels; `STORED_TYPES`
 Parts of a backward    `backward_values`, `expected_backward`, `with_rows`, `integer_specs`
 Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`;
-                       `pair_reads_source` and `reads_periods`
+                       `pair_reads_source` and `pair_kinds`
 =====================  ============================================================================
 
 It needs Triton. Names may be added; what is here keeps its meaning for the packages of the same
@@ -72,7 +72,7 @@ from anyflex_triton.mods import (
     source_for,
     write_source,
 )
-from anyflex_triton.pair_reads import pair_reads_source, reads_periods
+from anyflex_triton.pair_reads import pair_kinds, pair_reads_source
 from anyflex_triton.program import Options, Program, TellsFrontEnd
 
 __all__ = [
@@ -119,9 +119,9 @@ __all__ = [
     "output_values",
     "packed_values",
     "padded",
+    "pair_kinds",
     "pair_reads_source",
     "pointer_type",
-    "reads_periods",
     "row_values_launch",
     "source_for",
     "split_arguments",

@@ -1,7 +1,7 @@
 """Reads of captured tensors by query and key that needn't be made pair by pair.
 
-A score mod's value may depend on a pair in one of three ways that a kernel with steps of keys can
-use:
+A value that a score mod reads by query and key may depend on the pair in one of three ways that a
+kernel with steps of keys can use:
 
 * ``distances``, on ``kv_idx - q_idx`` alone, as T5's table does: a step reads each distance once;
 * ``chunks``, on the row and ``kv_idx // n``, as the height of SAM's decomposed positions: a step
@@ -31,7 +31,7 @@ from anyflex_triton.mods import (
     program_of_read,
 )
 
-__all__ = ["pair_reads_source", "reads_periods"]
+__all__ = ["pair_kinds", "pair_reads_source"]
 
 _MOST = 2
 """Maximum number of values of each kind: a period's keeps 16 or 32 registers of a thread."""
@@ -117,36 +117,6 @@ def _kind(node: Node, needs: frozenset[str], pairs: _Pairs) -> str:
     return "periods" if pairs.period <= _LONGEST_PERIOD else ""
 
 
-def _found(nodes: Sequence[Node], output: int | None) -> dict[str, list[tuple[int, int]]]:
-    """Return for each kind the positions of the largest such values that depend on a read, with
-    the number of keys of their chunk or period."""
-    needs, pairs = dependences(nodes), _pairs(nodes)
-    reads: list[bool] = []
-    for node in nodes:
-        reads.append(node.operation == "load" or any(reads[a] for a in node.arguments))
-    kinds = [
-        _kind(node, needs[node], each) if read else ""
-        for node, each, read in zip(nodes, pairs, reads, strict=True)
-    ]
-    wanted = {output} | {
-        argument
-        for position, node in enumerate(nodes)
-        for argument in node.arguments
-        if not kinds[position]
-    }
-    found: dict[str, list[tuple[int, int]]] = {"distances": [], "chunks": [], "periods": []}
-    for position, kind in enumerate(kinds):
-        if not kind or position not in wanted or len(found[kind]) == _MOST:
-            continue
-        node = nodes[position]
-        if node.operation == "cast" and nodes[node.arguments[0]].dtype.itemsize == 2:
-            # Fewer bits are kept.
-            position = node.arguments[0]
-        number = {"chunks": pairs[position].grain, "periods": pairs[position].period}.get(kind, 0)
-        found[kind].append((position, int(min(number, _WIDEST))))
-    return found
-
-
 class _Value(NamedTuple):
     """A value that is read so.
 
@@ -167,12 +137,14 @@ class _Value(NamedTuple):
 
 
 def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
-    """Return the largest values that depend on a read and on pairs in one of the ways."""
+    """Return the largest values that depend on a read by query and key, and on pairs in one of the
+    ways."""
     needs, pairs = dependences(nodes), _pairs(nodes)
     kinds: list[str] = []
     reads: list[bool] = []
     for node, each in zip(nodes, pairs, strict=True):
-        reads.append(node.operation == "load" or any(reads[a] for a in node.arguments))
+        by_pair = node.operation == "load" and needs[node] >= {"q_idx", "kv_idx"}
+        reads.append(by_pair or any(reads[a] for a in node.arguments))
         kinds.append(_kind(node, needs[node], each) if reads[-1] else "")
     wanted = {output} | {
         argument
@@ -196,12 +168,12 @@ def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
     return found
 
 
-def reads_periods(spec: Spec) -> bool:
-    """Return whether `read_tile` of `pair_reads_source` reads something."""
+def pair_kinds(spec: Spec) -> list[str]:
+    """Return the kinds of the values that `pair_reads_source` reads."""
     if spec.score_graph is None:
-        return False
+        return []
     graph = simplify(spec.score_graph)
-    return any(value.kind == "periods" for value in _values(graph.nodes, graph.output))
+    return [value.kind for value in _values(graph.nodes, graph.output)]
 
 
 def pair_reads_source(spec: Spec) -> str:
