@@ -176,7 +176,7 @@ class Case:
     dims: tuple[int, int] = (64, 64)
     score: Mod | None = None
     mask: Mod | None = None
-    block: int = 128
+    block: int | tuple[int, int] = 128
     batch: int = 1
     cores: int = 3
     offsets: Offsets = (0, 0, 0, 0)
@@ -245,7 +245,7 @@ CASES = {
     "distances, steps of 64": Case(130, 140, (256, 256), by_distance()),
     "an image": Case(200, 256, score=image(64, 64), batch=2, cores=5),
     "an image, one consumer": Case(200, 384, (128, 128), image(64, 64), cores=40),
-    "an image, masked": Case(300, 384, score=image(32, 16), mask=packed, block=192),
+    "an image, masked": Case(300, 384, score=image(32, 16), mask=packed, block=(192, 128)),
     "an image, away": Case(130, 256, score=image(256, 4), offsets=(1, 2, 30, 128)),
     "an image, steps of 64": Case(130, 256, (256, 256), image(128, 32)),
     "an image, not in steps": Case(130, 300, score=image(64, 64), offsets=AWAY),
