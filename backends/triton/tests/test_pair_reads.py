@@ -1,4 +1,4 @@
-"""Which values by pairs are read by steps of keys or by tiles of rows."""
+"""Values by pairs that are read by steps of keys, or by tiles of rows, and those that are not."""
 
 from __future__ import annotations
 
