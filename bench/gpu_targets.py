@@ -113,6 +113,8 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
         Goal(_named("decode B16", "decode B64"), "forward", 1.0, gb_per_s=4200),
         Goal(_named("decode B1 "), "forward", 1.2, gb_per_s=3200),
         Goal(_named(SMALL), "forward", 1.0, None, FLEX, WALL, 0.045),
+        # Limit of 1.2 times torch's time.
+        Goal(_named(SMALL), "backward", 1 / 1.2, None, FLEX, WALL),
         # Limit of 1.1 times the fastest peer's time.
         Goal(_named(SMALL), "forward", 1 / 1.1, None, EVERY, GRAPH),
     ),

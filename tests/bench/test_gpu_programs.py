@@ -154,17 +154,25 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
     small = [case.name for case in targets.PRESETS["h200-small"]]
     assert small == [targets.SMALL]
 
-    def lines_of(wall: float, graph: float) -> list[str]:
-        """Where torch's take 0.1 ms by the host, and the best peer's graph 0.01."""
+    def lines_of(wall: float, graph: float, backward: float = 0.4) -> list[str]:
+        """Where torch's take 0.1 ms by the host, 0.35 backward, and the best peer's graph 0.01."""
+        host = "wall, time.perf_counter"
         reports = []
-        for clock, mine, peer, other in (
-            ("wall, time.perf_counter", wall, "torch.flex", 0.1),
-            ("device events around a CUDA graph of one call", graph, "cuda.flash4", 0.01),
+        for clock, direction, mine, peer, other in (
+            (host, "forward", wall, "torch.flex", 0.1),
+            (host, "backward", backward, "torch.flex", 0.35),
+            (
+                "device events around a CUDA graph of one call",
+                "forward",
+                graph,
+                "cuda.flash4",
+                0.01,
+            ),
         ):
             times = {"cuda": mine} | dict.fromkeys(targets.EVERY, 10 * other) | {peer: other}
             rows = [
                 {
-                    "case": targets.SMALL, "direction": "forward", "contender": name,
+                    "case": targets.SMALL, "direction": direction, "contender": name,
                     "median_ms": ms, "samples_ms": [ms], "status": "measured", "error": 0.0,
                     "kv_gb_per_s": 1.0,
                 }
@@ -184,6 +192,7 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
         for short in ("0.500, wanted 1.00", "0.200 ms, wanted 0.045")
     ]
     assert lines_of(0.04, 0.0112) == [f"{targets.SMALL}, graph, forward: 0.893, wanted 0.91"]
+    assert lines_of(0.04, 0.01, 0.43) == [f"{targets.SMALL}, wall, backward: 0.814, wanted 0.83"]
 
 
 def test_the_table_has_the_backend_s_times_and_each_peer_s_ratio() -> None:
