@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anyflex.bench.case import BenchCase, Direction
+from anyflex.bench.drawn_patterns import PatternCall
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
 from anyflex.bench.presets import PRESETS
 from anyflex.testing.attention_case import QKV, AttentionCase, Drawn
@@ -60,15 +61,15 @@ class PresetCall(AttentionCase):
 
     def draw(self, device: torch.device) -> Drawn:
         """Draw the inputs."""
-        lengths = (self.q_length, self.kv_length)
+        shape = (self.batch, self.heads, self.q_length, self.kv_length)
         entries = {}
         if self.mods:
             entries["score"] = _entry(
-                "S", lambda place: make_score_mod(self.mods, self.heads, place.device)
+                "S", lambda place: make_score_mod(self.mods, PatternCall(shape, place.device))
             )
         if self.masks:
             entries["mask"] = _entry(
-                "M", lambda place: make_mask_mod(self.masks, lengths, place.device)
+                "M", lambda place: make_mask_mod(self.masks, PatternCall(shape, place.device))
             )
         # A leaf in place of the tensors that a mod makes for itself, where they are wanted.
         place = {"place": torch.empty(0)}

@@ -36,11 +36,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object]]]:
     """Name and constants of each kernel that a case launches on a Hopper, functions by their
     text."""
-    lengths = (case.q_shape[2], case.kv_shape[2])
-    mask_mod = make_mask_mod(case.masks, lengths, CPU)
+    call = case.pattern_call(CPU)
+    mask_mod = make_mask_mod(case.masks, call)
     mask = None
     if mask_mod is not None:
-        mask = anyflex.create_block_mask(mask_mod, None, None, *lengths)
+        mask = anyflex.create_block_mask(mask_mod, None, *call.shape[1:])
     learns = "backward" in case.directions
     # Never written to, because the system gives no memory for large ones.
     tensors = [
@@ -52,7 +52,7 @@ def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object
         with hopper.recording() as launched:
             out = anyflex.flex_attention(
                 *tensors,
-                make_score_mod(case.mods, case.q_shape[1], CPU),
+                make_score_mod(case.mods, call),
                 mask,
                 enable_gqa=case.gqa,
                 backend="cuda",

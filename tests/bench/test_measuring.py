@@ -96,7 +96,7 @@ def test_the_first_call_is_the_measured_one_and_not_the_check_s() -> None:
     contender = Contender("a", "backend", "tests 1", lambda case: None, prepare)
     (measured,) = measure_case(case, [contender], CPU, WallClock(CPU), 1, lambda text: None)
     assert measured.status == "measured"
-    assert lengths[:2] == [400, 384] and set(lengths[2:]) == {400}
+    assert lengths[:2] == [400, 272] and set(lengths[2:]) == {400}
 
 
 def test_the_clock_is_read_around_all_calls() -> None:
@@ -191,6 +191,33 @@ def test_one_wrong_element_is_found(name: str) -> None:
     assert 1e-3 < found.rms < found.largest * 2
 
 
+def test_a_learned_table_s_gradient_is_checked_and_timed() -> None:
+    case = dataclasses.replace(CASE, directions=("backward",), mods=("random_t5:8",))
+    formula = Formula(case.small(), CPU)
+    assert list(formula.wanted) == ["out", "dq", "dk", "dv", "d(learned 0)"]
+    asked: list[int] = []
+    right = recording("right", [])
+    assert errors_of(right, formula).largest < 1e-5
+    formula.wanted["d(learned 0)"] = formula.wanted["d(learned 0)"] * 1.5
+    assert errors_of(right, formula).worst == "d(learned 0)"
+
+    def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
+        (table,) = inputs.learned
+        table.register_hook(lambda gradient: asked.append(1))
+        return right.prepare(inputs)
+
+    watched = dataclasses.replace(right, prepare=prepare)
+    (row,) = measure_case(case, [watched], CPU, WallClock(CPU), 1, lambda text: None)
+    assert row.status == "measured" and len(asked) > 2
+
+
+def test_the_share_of_a_mask_is_that_of_all_heads() -> None:
+    case = dataclasses.replace(CASE, masks=("causal_window:[1,4]",))
+    inputs = make_inputs(case, CPU)
+    assert inputs.block_mask is not None and inputs.block_mask.shape[:2] == (1, 2)
+    assert inputs.share == pytest.approx((40 + 4 * 40 - 6) / 2 / 1600)
+
+
 def test_a_result_that_is_not_finite_is_the_worst() -> None:
     right = recording("right", [])
 
@@ -223,6 +250,12 @@ def test_the_h200_preset_has_the_rows_that_kernels_are_held_to() -> None:
     names_of_parts = ("h200-plain", "h200-mods", "h200-decode", "h200-small")
     parts = [case for name in names_of_parts for case in PRESETS[name]]
     assert tuple(parts) == PRESETS["h200"]
+
+
+def test_the_checked_call_of_a_ragged_one_is_ragged_alike() -> None:
+    for length, wanted in ((384, 384), (300, 300), (385, 257), (3000, 312), (4096, 384)):
+        case = dataclasses.replace(CASE, q_shape=(1, 2, length, 8), kv_shape=(1, 2, length, 8))
+        assert case.small().q_shape[2] == case.small().kv_shape[2] == wanted
 
 
 def test_documents_are_packed_the_same_way_each_time() -> None:

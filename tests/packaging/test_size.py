@@ -32,6 +32,7 @@ CAPABILITIES = {
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
     "kinds of blocks by a mask's graph, computed on the device from lengths": 850,
     "keys and values in pages: owners, prefixes, append": 1_290,
+    "a benchmark of shapes and patterns that no kernel was tuned on; biases that it draws": 205,
     "the conformance kit's packed sequences and pages, on any layout": 1_060,
 }
 """Lines that came with what the sources couldn't do when they had at most 68,000."""

@@ -109,16 +109,18 @@ def kernels_of(launched: Iterable[Launched]) -> set[str]:
 
 def run_row(case: BenchCase, direction: Direction) -> None:
     """Make the call that `anyflex bench` times."""
-    lengths = (case.q_shape[2], case.kv_shape[2])
-    mask_mod = make_mask_mod(case.masks, lengths, CPU)
-    mask = None if mask_mod is None else anyflex.create_block_mask(mask_mod, None, None, *lengths)
+    call = case.pattern_call(CPU)
+    mask_mod = make_mask_mod(case.masks, call)
+    mask = None
+    if mask_mod is not None:
+        mask = anyflex.create_block_mask(mask_mod, None, *call.shape[1:])
     learns = direction == "backward"
     # These tensors are never written, so the system allocates no memory for large ones.
     tensors = [
         torch.empty(shape, dtype=case.torch_dtype).requires_grad_(learns)
         for shape in (case.q_shape, case.kv_shape, case.v_shape)
     ]
-    score_mod = make_score_mod(case.mods, case.q_shape[1], CPU)
+    score_mod = make_score_mod(case.mods, call)
     out = anyflex.flex_attention(*tensors, score_mod, mask, enable_gqa=case.gqa, backend="cuda")
     if learns:
         assert isinstance(out, torch.Tensor)

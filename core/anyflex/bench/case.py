@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 import anyflex
+from anyflex.bench.drawn_patterns import PatternCall
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
 from anyflex.testing.attention_case import Layout, laid_out
+from anyflex.tracing.trace import trace_mod
 
 __all__ = ["DIRECTIONS", "TF32", "BenchCase", "Direction", "Inputs", "make_inputs"]
 
@@ -21,9 +23,10 @@ Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 TF32 = "tf32"
 
-_SMALL = 384
-"""Length of the call that results are checked on: three blocks, so that lengths end at block
-borders or not as they do in most measured calls."""
+_BLOCK = 128
+_SMALL = 3 * _BLOCK
+"""Maximum length of the call that results are checked on. It ends at a block's border, or as many
+tokens behind one as the measured call."""
 _HEADS = 64
 """Target number of query heads, over all batch entries, of the checked call. With this many it has
 more tiles than a GPU has multiprocessors, as the measured calls have; calls with fewer may run
@@ -88,6 +91,16 @@ class BenchCase:
         return "high" if self.dtype == TF32 else "highest"
 
     @property
+    def learns(self) -> bool:
+        """Whether some direction is or has a backward."""
+        return self.directions != ("forward",)
+
+    def pattern_call(self, device: torch.device) -> PatternCall:
+        """Return what the case's masks and mods are made for."""
+        shape = (*self.q_shape[:3], self.kv_shape[2])
+        return PatternCall(shape, device, self.torch_dtype, self.learns)
+
+    @property
     def gqa(self) -> bool:
         """Whether query heads share KV heads."""
         return self.q_shape[1] != self.kv_shape[1]
@@ -98,14 +111,16 @@ class BenchCase:
         kv_heads, kv_length = self.kv_shape[1:3]
         ratio = heads // kv_heads
         few = min(kv_heads, max(_HEADS // 2 // ratio, 1))
-        entries = min(batch, max(_HEADS // (few * ratio), 1))
-        length = min(kv_length, _SMALL)
-        grouped = ratio > 1 and self.directions != ("forward",)
+        # A long call of few entries has many tiles too.
+        most = batch * max(q_length // _SMALL, 1)
+        entries = min(most, max(_HEADS // (few * ratio), 1))
+        length = _shortened(kv_length)
+        grouped = ratio > 1 and self.learns
         if grouped and not self.splits_query_heads():
             entries = -(-_FEW_TILES // (few * -(-length // self._keys_of_tile())))
         return dataclasses.replace(
             self,
-            q_shape=(entries, few * ratio, min(q_length, _SMALL), width),
+            q_shape=(entries, few * ratio, _shortened(q_length), width),
             kv_shape=(entries, few, length, width),
         )
 
@@ -152,6 +167,7 @@ class Inputs:
         score_mod, mask_mod: or None.
         block_mask: of `mask_mod`.
         share: of the pairs that are live.
+        learned: tensors that `score_mod` captures and that require gradients.
     """
 
     case: BenchCase
@@ -163,6 +179,7 @@ class Inputs:
     mask_mod: Callable[..., Any] | None
     block_mask: anyflex.BlockMask | None
     share: float
+    learned: tuple[Tensor, ...]
 
 
 def make_inputs(
@@ -190,36 +207,44 @@ def make_inputs(
         )
         for shape in shapes
     )
-    if case.directions != ("forward",):
+    if case.learns:
         for tensor in (query, key, value):
             tensor.requires_grad_()
-    lengths = (case.q_shape[2], case.kv_shape[2])
-    mask_mod = make_mask_mod(case.masks, lengths, device)
-    score_mod = make_score_mod(case.mods, case.q_shape[1], device)
+    call = case.pattern_call(device)
+    mask_mod = make_mask_mod(case.masks, call)
+    score_mod = make_score_mod(case.mods, call)
+    learned: list[Tensor] = []
+    if score_mod is not None:
+        captured = trace_mod(score_mod, "score", device=device).captured
+        learned = [tensor for tensor in captured if tensor.requires_grad]
     mask = None
     share = 1.0
     if mask_mod is not None:
         mask = anyflex.create_block_mask(
-            mask_mod, None, None, *lengths, device=device, BLOCK_SIZE=case.block_size
+            mask_mod, None, *call.shape[1:], device=device, BLOCK_SIZE=case.block_size
         )
-        share = _live_share(mask_mod, lengths, device)
-    return Inputs(case, query, key, value, dout, score_mod, mask_mod, mask, share)
+        share = _live_share(mask_mod, call)
+    return Inputs(case, query, key, value, dout, score_mod, mask_mod, mask, share, tuple(learned))
 
 
-def _live_share(
-    mask_mod: Callable[..., Any], lengths: tuple[int, int], device: torch.device
-) -> float:
-    """Return the share of the pairs at which the mask is true. Masks of the command line are the
-    same for each batch and head."""
-    q_length, kv_length = lengths
+def _shortened(length: int) -> int:
+    return length if length <= _SMALL else _SMALL - -length % _BLOCK
+
+
+def _live_share(mask_mod: Callable[..., Any], call: PatternCall) -> float:
+    """Return the share of the pairs, over all heads, at which the mask is true. Masks of the
+    command line are the same for each batch entry."""
+    _, heads, q_length, kv_length = call.shape
     if q_length * kv_length == 0:
         return 0.0
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    kv_idx = torch.arange(kv_length, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=call.device)
+    kv_idx = torch.arange(kv_length, device=call.device)
+    h = torch.arange(heads, device=call.device).reshape(heads, 1, 1)
     rows = max(1, _PAIRS // kv_length)
-    live = 0
+    share = 0.0
     for begin in range(0, q_length, rows):
-        q_idx = torch.arange(begin, min(begin + rows, q_length), device=device).unsqueeze(1)
-        kept = mask_mod(zero, zero, q_idx, kv_idx).expand(len(q_idx), kv_length)
-        live += int(kept.sum())
-    return live / (q_length * kv_length)
+        q_idx = torch.arange(begin, min(begin + rows, q_length), device=call.device).unsqueeze(1)
+        # Dimensions of size 1, or that are absent, don't change the mean.
+        kept = mask_mod(zero, h, q_idx, kv_idx)
+        share += int(kept.sum()) / kept.numel() * len(q_idx) / q_length
+    return share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ LIMITS = {"float32": 1e-4, TF32: 1e-2, "float16": 1e-2, "bfloat16": 4e-2, "float
 
 
 class Formula:
-    """Right results of a case: out, and where it learns dq, dk and dv.
+    """Right results of a case: out, and where it learns dq, dk, dv and those of learned tensors.
 
     Args:
         case: the one that contenders are checked on.
@@ -44,7 +45,7 @@ class Formula:
         with device:  # for the oracle's indices
             live = None if inputs.mask_mod is None else dense_mask(inputs.mask_mod, *sizes)
             out = dense_attention(query, key, value, inputs.score_mod, live).out
-        found = _results(out, (query, key, value), inputs.dout.double())
+        found = _results(out, (query, key, value, *inputs.learned), inputs.dout.double())
         return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -70,8 +71,8 @@ def errors_of(contender: Contender, formula: Formula) -> Errors:
     tensors = (inputs.query, inputs.key, inputs.value)
     # Contenders share the tensors: none may leave a gradient there.
     query, key, value = (t.detach().requires_grad_(t.requires_grad) for t in tensors)
-    leaves = (query, key, value)
-    found = _results(contender.prepare(inputs)(*leaves), leaves, inputs.dout)
+    out = contender.prepare(inputs)(query, key, value)
+    found = _results(out, (query, key, value, *inputs.learned), inputs.dout)
     worst = Errors("out", 0.0, 0.0)
     for name, wanted in formula.wanted.items():
         gaps = found[name].detach().cpu().double() - wanted
@@ -86,11 +87,11 @@ def errors_of(contender: Contender, formula: Formula) -> Errors:
     return worst
 
 
-def _results(
-    out: Tensor, leaves: tuple[Tensor, Tensor, Tensor], dout: Tensor
-) -> dict[str, Tensor]:
+def _results(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> dict[str, Tensor]:
+    """`leaves`: query, key, value and learned tensors."""
     results = {"out": out.detach()}
     if leaves[0].requires_grad:
         gradients = torch.autograd.grad(out, leaves, dout)
-        results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        names = ["dq", "dk", "dv", *(f"d(learned {i})" for i in range(len(leaves) - 3))]
+        results |= dict(zip(names, gradients, strict=True))
     return results

@@ -209,7 +209,7 @@ def _timed(contender: Contender, inputs: Inputs, direction: Direction) -> Timed:
 
     def learn(out: Tensor) -> tuple[Tensor, ...]:
         # Each graph is used once, because some compilers overwrite what forward has saved.
-        return torch.autograd.grad(out, tensors, inputs.dout)
+        return torch.autograd.grad(out, (*tensors, *inputs.learned), inputs.dout)
 
     if direction == "forward":
         return Timed(lambda _: attend(*tensors))

@@ -2,7 +2,8 @@
 
 Functions of `anyflex.masks` and `anyflex.mods`: a name, and after a colon arguments as Python
 writes them: ``causal``, ``causal_window:128``, ``dilated:3,window=5``, ``neighbourhood:(4,6),3``.
-A list is a tensor: ``document_offsets:[0,100,256]``. ``random_documents`` is one more mask.
+A list is a tensor: ``document_offsets:[0,100,256]``. There are more names for those whose tensors
+are drawn: `anyflex.bench.drawn_patterns`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from typing import Any
 import torch
 
 from anyflex import and_masks, masks, mods
+from anyflex.bench.drawn_patterns import DRAWN_MASKS, DRAWN_MODS, DrawnPattern, PatternCall
 from anyflex.bench.usage_errors import WrongUsage
 
-__all__ = ["RANDOM_DOCUMENTS", "make_mask_mod", "make_score_mod"]
-
-RANDOM_DOCUMENTS = "random_documents"
-"""``random_documents:200,1800``: packed documents of 200 to 1799 tokens, always the same."""
+__all__ = ["make_mask_mod", "make_score_mod"]
 
 _MODS = tuple(
     # These functions return tables, or take functions.
@@ -31,40 +30,26 @@ _MODS = tuple(
 )
 
 
-def make_mask_mod(
-    texts: Sequence[str], lengths: tuple[int, int], device: torch.device
-) -> Callable[..., Any] | None:
+def make_mask_mod(texts: Sequence[str], call: PatternCall) -> Callable[..., Any] | None:
     """Return the mask mod that is live where all masks that `texts` name are, None for none.
-
-    Args:
-        lengths: of query and key. `causal_bottom_right` has them unless it is given others.
+    `causal_bottom_right` has the call's lengths unless it is given others.
 
     Raises:
         WrongUsage: an unknown name, or arguments that the function doesn't take.
         ArgumentError, ArgumentTypeError: as the functions.
     """
-    of_the_call = {"causal_bottom_right": lengths}
-    made = []
-    for text in texts:
-        name, _, arguments = text.partition(":")
-        if name == RANDOM_DOCUMENTS:
-            made.append(_random_documents(text, arguments, lengths[1], device))
-        else:
-            made.append(_made("--mask", text, masks, masks.__all__, of_the_call, device))
+    of_the_call = {"causal_bottom_right": call.shape[2:]}
+    known = masks.__all__
+    made = [_made("--mask", text, masks, known, DRAWN_MASKS, of_the_call, call) for text in texts]
     return _joined(made, and_masks)
 
 
-def make_score_mod(
-    texts: Sequence[str], heads: int, device: torch.device
-) -> Callable[..., Any] | None:
-    """Return the score mod that applies those that `texts` name, in order; None for none. Raises
-    as `make_mask_mod`.
-
-    Args:
-        heads: of query. `alibi` has their published slopes unless it is given others.
-    """
-    of_the_call = {"alibi": (heads,)}
-    made = [_made("--mod", text, mods, _MODS, of_the_call, device) for text in texts]
+def make_score_mod(texts: Sequence[str], call: PatternCall) -> Callable[..., Any] | None:
+    """Return the score mod that applies those that `texts` name, in order; None for none. `alibi`
+    has the published slopes of the call's heads unless it is given others. Raises as
+    `make_mask_mod`."""
+    of_the_call = {"alibi": call.shape[1:2]}
+    made = [_made("--mod", text, mods, _MODS, DRAWN_MODS, of_the_call, call) for text in texts]
     return _joined(made, mods.compose)
 
 
@@ -76,36 +61,22 @@ def _joined(
     return join(*made)
 
 
-def _random_documents(
-    text: str, arguments: str, length: int, device: torch.device
-) -> Callable[..., Any]:
-    try:
-        low, high = (int(part) for part in arguments.split(","))
-    except ValueError:
-        low = high = 0
-    if not 0 < low < high:
-        raise WrongUsage(f"--mask {text}: give the lengths, {RANDOM_DOCUMENTS}:200,1800")
-    # A short sequence gets shorter documents, so that it too has several.
-    low, high = min(low, max(1, length // 8)), min(high, max(2, length // 3))
-    generator = torch.Generator().manual_seed(0)
-    ends = torch.randint(low, high, (length // low + 1,), generator=generator).cumsum(0)
-    ids = torch.bucketize(torch.arange(length), ends, right=True)
-    return masks.document(ids.to(device))
-
-
 def _made(
     option: str,
     text: str,
     module: ModuleType,
     known: Sequence[str],
+    drawn: Mapping[str, DrawnPattern],
     of_the_call: Mapping[str, tuple[int, ...]],
-    device: torch.device,
+    call: PatternCall,
 ) -> Callable[..., Any]:
     name, colon, written = text.partition(":")
+    if name in drawn:
+        return drawn[name].made(option, text, call)
     if name not in known:
         raise WrongUsage(
             f"{option} {text}: there is no {name!r} in {module.__name__}; known: "
-            f"{', '.join(known)}"
+            f"{', '.join((*known, *drawn))}"
         )
     function = getattr(module, name)
     signature = inspect.signature(function)
@@ -115,7 +86,7 @@ def _made(
     )
     wrong = f"{option} {text}: {name}({', '.join(map(str, parameters))})"
     try:
-        positional, keywords = _arguments(written, device)
+        positional, keywords = _arguments(written, call.device)
     except WrongUsage as error:
         raise WrongUsage(f"{option} {text}: {error}") from error
     except (SyntaxError, ValueError, TypeError, RuntimeError) as error:
@@ -128,7 +99,7 @@ def _made(
         raise WrongUsage(f"{wrong}: {error}") from error
     # Tensors that a function makes from numbers, for example slopes, are made on the call's
     # device.
-    with device:
+    with call.device:
         made: Callable[..., Any] = function(*positional, **keywords)
     return made
 

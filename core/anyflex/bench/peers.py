@@ -102,7 +102,7 @@ def _flex(name: str, device: torch.device, options: dict[str, str]) -> Contender
     """torch's flex_attention, compiled for the case's lengths."""
 
     def refusal(case: BenchCase) -> str | None:
-        if device.type == "cpu" and case.directions != ("forward",):
+        if device.type == "cpu" and case.learns:
             return "torch's flex attention has no backward on the CPU"
         return None
 

@@ -158,6 +158,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import anyflex
+    from anyflex.bench.drawn_patterns import PatternCall
     from anyflex.bench.patterns import make_mask_mod, make_score_mod
     from anyflex.cli.device_argument import present_device
     from anyflex.tensors.allocation import failed_allocation
@@ -184,7 +185,8 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise
     batch, heads = q_shape[:2]
     lengths = q_shape[2], kv_shape[2]
-    mask_mod = make_mask_mod(args.mask or (), lengths, device)
+    pattern_call = PatternCall((batch, heads, *lengths), device, dtype, args.backward)
+    mask_mod = make_mask_mod(args.mask or (), pattern_call)
     mask = None
     if mask_mod is not None:
         mask = anyflex.create_block_mask(mask_mod, batch, heads, *lengths, device=device)
@@ -192,7 +194,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "query": query,
         "key": key,
         "value": value,
-        "score_mod": make_score_mod(args.mod or (), heads, device),
+        "score_mod": make_score_mod(args.mod or (), pattern_call),
         "block_mask": mask,
         "enable_gqa": heads != kv_shape[1],
         "kernel_options": dict(args.option) if args.option else None,
