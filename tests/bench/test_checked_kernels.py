@@ -74,7 +74,10 @@ def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object
     ]
 
 
-@pytest.mark.parametrize("case", PRESETS["h200"][:: 1 if SOAK else 3], ids=lambda case: case.name)
+ROWS = (*PRESETS["h200"], *PRESETS["h200-strangers"])
+
+
+@pytest.mark.parametrize("case", ROWS[:: 1 if SOAK else 5], ids=lambda case: case.name)
 def test_a_row_s_check_has_the_kernels_that_are_timed(case: BenchCase, hopper: Any) -> None:
     for direction in case.directions:
         row = dataclasses.replace(case, directions=("forward", direction))
