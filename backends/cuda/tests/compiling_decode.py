@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from compiling_forward import loops_of, spec_of
 from recording import OnHopper, recording
 from scripts_beside import SOAK
@@ -170,8 +169,7 @@ def main() -> int:
                 ("full", "fp8_e4m3", 16, none, 16), ("softcap", "int8", 0, none, 32),
                 ("documents", "fp8_e4m3", 48, each, 16), ("full", "fp8_e4m3", 256, none, 32),
             ]  # fmt: skip
-        # Triton 3.9 doesn't compile the kernel of keys in 8 bits, which no call takes yet.
-        for name, kind, page, plan, rows in stored if triton.__version__ < "3.7" else []:
+        for name, kind, page, plan, rows in stored:
             spec = replace(spec_of(name, 128, torch.bfloat16), gqa_ratio=4, kv_storage=kind)
             facts = stored_facts(spec, page, plan, rows)
             print(json.dumps({"stored": kind, "name": name, "rows": rows, **facts}), flush=True)

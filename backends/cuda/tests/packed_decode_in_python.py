@@ -36,7 +36,6 @@ from anyflex_cuda import (
     forward_call,
     hopper_decode,
     hopper_forward,
-    packed_call,
     packed_decode_call,
     packed_steps,
     packed_tile_list,
@@ -375,7 +374,6 @@ def outputs(
 def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> None:
     with (
         mock.patch.object(forward_call, "cores", lambda device: case.cores),
-        mock.patch.object(packed_call, "UNPROVEN", None),
         mock.patch.object(decode_call, "_MOST_ADDED", case.most_added),
         mock.patch.object(packed_decode_call, "_MOST_ADDED", 10**6),
         mock.patch.object(decode_call, "_FEW_PARTS", min(decode_call._FEW_PARTS, case.most_parts)),

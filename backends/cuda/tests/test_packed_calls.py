@@ -65,12 +65,6 @@ def launched_here(
     return launches
 
 
-@pytest.fixture(autouse=True)
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernel takes keys in 8 bits."""
-    monkeypatch.setattr("anyflex_cuda.packed_call.UNPROVEN", None)
-
-
 def names_of(launches: list[Any]) -> list[str]:
     return [
         f"{program.function.__module__.split('.')[-1]}.{program.function.__name__}"
@@ -195,13 +189,6 @@ def test_keys_in_8_bits_are_decoded_in_tiles_of_few_rows(
     # Whatever the head dim, a row of a box is as wide as the swizzle.
     assert values["k_desc"].block_shape == [1, 1, page or 64, 128]
     assert values["k_scale"][2:] == values["v_scale"][2:] == (1, 0)
-
-
-def test_keys_in_8_bits_are_not_decoded_before_a_gpu_has_shown_that_they_may_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
-    assert names_of(launched(stored=torch.int8)) == PORTABLE
 
 
 def test_the_tiles_of_one_spec_s_calls_follow_their_rows() -> None:

@@ -13,10 +13,7 @@ from anyflex_cuda.packed_decode_call import PackedDecode, short_rows
 from anyflex_cuda.packed_forward_call import PackedForward
 from anyflex_triton.building import Programs
 
-__all__ = ["UNPROVEN", "PackedCalls"]
-
-UNPROVEN: str | None = "keys and values in 8 bits: Hopper's kernel for them hasn't run on a GPU"
-"""Why the portable kernels take them: they have. Tests simulate calls without this."""
+__all__ = ["PackedCalls"]
 
 
 class Route(NamedTuple):
@@ -86,8 +83,6 @@ class PackedCalls:
         return self._made.kept(call, facts, lambda: self._new_route(call, packed))
 
     def _new_route(self, call: Call, packed: PackedRows) -> Route:
-        if call.k_scale is not None and UNPROVEN is not None:
-            return Route(UNPROVEN)
         refused = self._decode.refusal(call)
         if packed.max_q <= self._short_rows:
             if refused is not None:

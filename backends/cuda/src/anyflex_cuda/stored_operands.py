@@ -33,6 +33,9 @@ __all__ = [
 # Argument lists would be a line an argument.
 # fmt: off
 
+# Triton 3.8 renames this function.
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 STORED_COLUMNS = gl.constexpr(128)
 """Columns of a tile: a row is 128 bytes, as wide as the swizzle, and narrower heads are padded."""
 LOADING_THREADS = gl.constexpr(32)
@@ -210,7 +213,7 @@ def load_step_scales(k_scale, v_scale, ring, slot, unit, first, kind, PAGE: gl.c
     keys = first + gl.arange(0, ring.k_bufs.shape[3], layout=LANES)
     there = keys < first + kind // 2
     for_keys = scale_pointers(k_scale, unit.keys, unit.kv_head, keys, PAGE)
-    async_copy.async_copy_global_to_shared(ring.k_scales.index(slot), for_keys, mask=there)
+    _copy(ring.k_scales.index(slot), for_keys, mask=there)
     for_values = scale_pointers(v_scale, unit.keys, unit.kv_head, keys, PAGE)
-    async_copy.async_copy_global_to_shared(ring.v_scales.index(slot), for_values, mask=there)
+    _copy(ring.v_scales.index(slot), for_values, mask=there)
     async_copy.mbarrier_arrive(ring.k_full.index(slot), increment_count=False)
