@@ -47,6 +47,16 @@ MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
         "mod i64 4,5 -;load bf16 1,2,3,10 1;cast f32 11 -;add f32 9,12 -;=13",
         None, (CapturedFacts(torch.bfloat16, 4, False),) * 2,
     ),
+    "full dense": (
+        "input f32 - score;input i64 - q_idx;input i64 - kv_idx;load bf16 1,2 0;cast f32 3 -;"
+        "add f32 0,4 -;=5",
+        None, (CapturedFacts(torch.bfloat16, 2, False),),
+    ),
+    "dense": (
+        "input f32 - score;input i64 - h;input i64 - q_idx;input i64 - kv_idx;load f32 1,2,3 0;"
+        "add f32 0,4 -;=5",
+        CAUSAL, (CapturedFacts(torch.float32, 3, False),),
+    ),
     "distances": (
         "input f32 - score;input i64 - h;input i64 - q_idx;input i64 - kv_idx;sub i64 3,2 -;"
         "const i64 - 4096;add i64 4,5 -;load f32 1,6 0;add f32 0,7 -;=8",
@@ -82,7 +92,9 @@ def packed_spec_of(name: str, dim: int, page: int) -> Spec:
 def functions_of(spec: Spec, source: str, even: bool) -> dict[str, Any]:
     """Return a spec's mods as kernels in Gluon call them, given the text for portable kernels."""
     text = gluon_source(source + mask_scores_source(spec) + pair_reads_source(spec))
-    text = source_for(text, within=even, coarse=True, short=even, sums="floats", steady=even)
+    text = source_for(
+        text, within=even, coarse=True, short=even, sums="floats", steady=even, dense=True
+    )
     return vars(load_module(text))
 
 
@@ -141,7 +153,9 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
             ("causal", 64, True, False), ("alibi", 128, True, False),
             ("window", 64, False, True), ("causal", 256, True, False),
             ("distances", 64, False, False), ("distances", 128, True, True),
-            ("full image", 128, True, True),
+            ("full image", 128, True, True), ("full dense", 64, False, False),
+            ("dense", 64, True, False),
+            ("dense", 128, False, True),
         ]  # fmt: skip
         small += [("causal", 64, False, False), ("full", 256, True, True)]
         packed += [
@@ -156,6 +170,12 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
                 True,
             ),
             ("distances twice", spec_of("distances twice", 64, block=384), True, False),
+            (
+                "full dense in training",
+                replace(spec_of("full dense", 128), gradients=("q", "k", "v")),
+                True,
+                True,
+            ),
             ("softcap of 96", spec_of("softcap", 96), True, True),
             ("alibi of 96, float16", spec_of("alibi", 96, torch.float16), True, True),
             ("documents of 96", spec_of("documents", 96), False, True),

@@ -710,6 +710,7 @@ class Device:
             constexpr=lambda x: x, float16="f16", bfloat16="bf16", float32="f32", int1="i1",
             uint8="u8", int8="i8", int16="i16", int32="i32", int64="i64", float64="f64",
             static_assert=nothing,
+            multiple_of=lambda x, values: x,
             split=lambda x: (x[..., 0], x[..., 1]), join=lambda x, y: tile(np.stack([x, y], -1)),
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,

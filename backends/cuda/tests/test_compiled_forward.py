@@ -16,7 +16,7 @@ SHARED = 232_448
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
     lines = printed_by("compiling_forward.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(found) == (36 if SOAK else 3 if TRITON.startswith("3.6.") else 5)
+    assert len(found) == (40 if SOAK else 3 if TRITON.startswith("3.6.") else 5)
     for facts in found:
         # With Triton 3.9 three of a loop's 500 to 1000 instructions access local memory; with
         # three consumers under masks, which have 160 registers per thread, up to 29.
@@ -29,6 +29,8 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
         if facts["name"].startswith(("full image", "distances")):
             # Pair by pair a step would take 64 or 128.
             assert facts["reads"] <= 4, facts
+        if "dense" in facts["name"]:
+            assert facts["reads"] <= 16, facts
         assert facts["serialized"] == [] and facts["local"] <= most, facts
         # Each consumer has one loop, or two under masks that read nothing, where steps with dead
         # pairs have their own.

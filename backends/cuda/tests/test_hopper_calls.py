@@ -4,6 +4,7 @@ reference."""
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -141,6 +142,30 @@ def image(height: int, width: int) -> Mod:
     return score_mod
 
 
+def dense(size: tuple[int, ...], dtype: torch.dtype = torch.float16, first: int = 0) -> Mod:
+    """Return a score mod that reads a number for each pair from [heads, rows, keys] or [rows,
+    keys].
+
+    Args:
+        first: element of its memory where the table begins.
+    """
+    count = math.prod(size)
+    numbers = (torch.arange(first + count) * 0.37).sin().mul(3).to(dtype)
+    table = numbers[first:].view(size)
+    if len(size) == 2:
+        return lambda s, b, h, q, k: s * 0.5 + table[q, k]
+    return lambda s, b, h, q, k: s + table[h, q, k]
+
+
+def chosen_rows() -> Mod:
+    """Return a score mod that reads rows of one table, which another one chooses, and of a third
+    one."""
+    number = (torch.arange(300) * 7) % 40
+    rows = (torch.arange(40 * 384) * 0.21).sin().view(40, 384)
+    others = (torch.arange(300 * 400) * 0.11).cos().mul(2).half().view(300, 400)
+    return lambda s, b, h, q, k: s + rows[number[q], k] - others[q, k]
+
+
 def everything(b: Any, h: Any, q: Any, k: Any) -> Any:
     """Mask whose blocks are all FULL."""
     return (q >= 0) & (k >= 0)
@@ -154,6 +179,10 @@ def of_every_kind(b: Any, h: Any, q: Any, k: Any) -> Any:
 def from_a_row_on(b: Any, h: Any, q: Any, k: Any) -> Any:
     """Mask whose first block of rows has no keys, and the next ones PARTIAL and FULL blocks."""
     return (q >= 128) & ((k < 60) | (k >= 128))
+
+
+def corner(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q < 100) & (k < 100)
 
 
 def first_rows_see_all(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -250,6 +279,19 @@ CASES = {
     "an image, steps of 64": Case(130, 256, (256, 256), image(128, 32)),
     "an image, not in steps": Case(130, 300, score=image(64, 64), offsets=AWAY),
     "an image, away from steps": Case(130, 256, score=image(64, 64), offsets=AWAY),
+    "dense": Case(200, 256, score=dense((8, 200, 256)), batch=2, cores=5),
+    "dense, one consumer": Case(130, 384, (128, 128), dense((130, 384)), cores=40),
+    "dense, masked": Case(300, 300, score=dense((300, 304)), mask=packed, block=(192, 128)),
+    "dense, away": Case(130, 200, (72, 40), dense((4 + 2, 160, 248)), offsets=(1, 2, 30, 48)),
+    "dense, fewer rows": Case(300, 256, (256, 256), dense((100, 256), torch.float32), corner),
+    "dense, chosen": Case(300, 384, (128, 128), chosen_rows(), packed),
+    "dense, not aligned": Case(130, 300, score=dense((130, 300)), mask=packed),
+    "dense, not aligned by offsets": Case(130, 200, score=dense((160, 248)), offsets=AWAY),
+    "dense, not aligned in memory": Case(130, 256, score=dense((130, 256), first=4)),
+    "dense, not aligned by blocks": Case(
+        130, 300, score=dense((130, 304)), mask=packed, block=(128, 132)
+    ),
+    "dense, not aligned with fewer keys": Case(130, 256, score=dense((130, 128)), mask=corner),
     "documents, not finite": Case(300, 300, score=weighed(), mask=documents(), odd=True),
 }
 
@@ -351,19 +393,29 @@ def test_a_call_gives_what_the_reference_gives(name: str) -> None:
         assert consumers == number or not name.startswith(f"{word} consumer")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "image" in name][:: 1 if SOAK else 3])
-def test_places_in_an_image_are_read_by_steps_that_begin_with_its_rows(name: str) -> None:
+def flags_of(name: str, flag: str) -> list[bool]:
+    """Run a case, and return a constant of the mods of each of its kernels."""
     read = []
     mods_of = Programs.mods
 
     def noted(self: Programs, *given: Any) -> Any:
         found = mods_of(self, *given)
-        read.append(vars(sys.modules[found.read_step.fn.__module__])["STEADY"].value)
+        read.append(vars(sys.modules[found.read_step.fn.__module__])[flag].value)
         return found
 
     with mock.patch.object(Programs, "mods", noted):
         check(CASES[name])
-    assert read == ["steps" not in name or "64" in name]
+    return read
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "image" in name][:: 1 if SOAK else 3])
+def test_places_in_an_image_are_read_by_steps_that_begin_with_its_rows(name: str) -> None:
+    assert flags_of(name, "STEADY") == ["steps" not in name or "64" in name]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "dense" in name][:: 1 if SOAK else 2])
+def test_a_dense_bias_is_read_in_words_where_its_rows_are_whole_words(name: str) -> None:
+    assert flags_of(name, "DENSE") == ["not" not in name]
 
 
 WITH_SINKS = ["three consumers", "two consumers, far, not finite", "no step, some, all"]
@@ -412,6 +464,7 @@ READ_EARLY = [
     ("documents", "if call.READ_ROWS is not None:", "if False:"),
     ("distances, away", "first_q=first_row + q_shift", "first_q=first_row"),
     ("distances, away", "inputs.first_q, first + mods.shifts[3]", "inputs.first_q, first"),
+    ("dense, away", "first + mods.shifts[3], inputs.read", "first, inputs.read"),
     ("an image, away", "READ_TILE(mod_b, mod_h,", "READ_TILE(b, h,"),
     ("columns without a mask", "    if ALWAYS:\n", "    if False:\n"),
 ]  # fmt: skip

@@ -298,6 +298,7 @@ def test_tiles_follow_head_dims_and_blocks_of_the_mask() -> None:
     [
         ("slopes", True, 192), ("distances", False, 192), ("distances", True, 128),
         ("two distances", False, 128), ("chunks", False, 128), ("periods", False, 128),
+        ("dense", False, 128),
     ],
 )  # fmt: skip
 def test_values_by_pairs_have_registers(kind: str, masked: bool, rows: int) -> None:
@@ -308,6 +309,7 @@ def test_values_by_pairs_have_registers(kind: str, masked: bool, rows: int) -> N
         "two distances": lambda s, b, h, q, k: s * table[h, k - q + 400] + other[h, q - k + 400],
         "chunks": lambda s, b, h, q, k: s + table[q % 40, k // 64],
         "periods": lambda s, b, h, q, k: s + table[q % 40, k % 64],
+        "dense": lambda s, b, h, q, k: s + table[q % 40, k],
     }[kind]
     mask = None
     if masked:

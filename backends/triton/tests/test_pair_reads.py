@@ -18,6 +18,8 @@ from anyflex_triton.pair_reads import pair_kinds, pair_reads_source
 
 TABLE = torch.zeros(8, 512)
 BUCKETS = torch.zeros(300, dtype=torch.int32)
+IMAGES = torch.zeros(2, 8, 64, 64, dtype=torch.bfloat16)
+NUMBERS = torch.zeros(64, 64, dtype=torch.int32)
 
 
 def source_of(mod: Callable[..., Any]) -> str:
@@ -31,7 +33,7 @@ def source_of(mod: Callable[..., Any]) -> str:
         "cuda", "sm_90", torch.bfloat16, 64, 64, score_graph=graph, captured=captured
     )  # fmt: skip
     text = pair_reads_source(spec)
-    assert pair_kinds(spec) == re.findall(r"def read_(distances|chunks|periods)_", text)
+    assert pair_kinds(spec) == re.findall(r"def read_(distances|chunks|periods|dense)_", text)
     return text
 
 
@@ -46,13 +48,22 @@ BY_ROW: dict[str, tuple[Callable[..., Any], str]] = {
     "chunks of chunks": (lambda s, b, h, q, k: s + TABLE[q, k // 64 + q % 3], "chunks"),
     "periods": (lambda s, b, h, q, k: s + TABLE[q, k % 32], "periods"),
 }
+DENSE: dict[str, tuple[Callable[..., Any], list[int]]] = {
+    "by pair": (lambda s, b, h, q, k: s + TABLE[q, k], [0]),
+    "of a head": (lambda s, b, h, q, k: s * TABLE[h, 0] + IMAGES[b % 2, h, q, k], [1]),
+    "of chosen rows": (lambda s, b, h, q, k: s + TABLE[BUCKETS[q], k], [0]),
+    "twice": (lambda s, b, h, q, k: s * TABLE[q, k] + IMAGES[b, h, q // 2, k].exp(), [0, 1]),
+}
 NEITHER: dict[str, Callable[..., Any]] = {
     # Reading a slope by step takes more than multiplying it by a distance.
     "slopes": anyflex.mods.alibi(torch.ones(8)),
     "slopes of ints": lambda s, b, h, q, k: s + TABLE[h, 0] * (k - q),
     "slopes by row": lambda s, b, h, q, k: s + TABLE[h, q] * (k - q).abs(),
     "documents": lambda s, b, h, q, k: torch.where(BUCKETS[q] == BUCKETS[k], s, s - 1.0),
-    "by pair": lambda s, b, h, q, k: s + TABLE[q, k],
+    "by key first": lambda s, b, h, q, k: s + TABLE[k, q],
+    "moved by a key": lambda s, b, h, q, k: s + TABLE[q, k + 1],
+    "of ints": lambda s, b, h, q, k: s + NUMBERS[q, k],
+    "rows by key": lambda s, b, h, q, k: s + TABLE[k - q * 2, k],
     "two rows a key": lambda s, b, h, q, k: s + TABLE[h, 2 * q - k],
     "sum": lambda s, b, h, q, k: s + TABLE[h, q + k],
     "distance of chunks": lambda s, b, h, q, k: s + TABLE[h, q // 2 - k // 2],
@@ -78,6 +89,16 @@ def test_what_a_part_of_the_key_decides_is_read_by_row(name: str) -> None:
     mod, kind = BY_ROW[name]
     text = source_of(mod)
     assert f"def read_{kind}_" in text and f"ops.along_{kind}(" in text and "if STEADY" in text
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_each_pair_has_of_its_own_is_read_in_words(name: str) -> None:
+    mod, tables = DENSE[name]
+    text = source_of(mod)
+    assert re.findall(r"ops\.load_dense\(", text) == ["ops.load_dense("] * len(tables)
+    with_words, _, others = text.partition("def score_mod_of_pairs")[2].partition("else:")
+    assert "if DENSE:" in with_words and "load" not in with_words and "ops.load_once(" in others
+    assert "def read_rows" not in text
 
 
 @pytest.mark.parametrize("name", NEITHER)

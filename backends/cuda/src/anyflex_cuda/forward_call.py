@@ -213,10 +213,12 @@ def value_parts_of(spec: Spec) -> tuple[int, ...]:
 
 
 def shares_room(spec: Spec) -> bool:
-    """Return whether out is stored from the queries' buffer: queries are wide, and out's parts are
-    the queries' first ones."""
+    """Return whether out is stored from the queries' buffer: there is no room for both, and out's
+    parts are the queries' first ones."""
     parts, value_parts = parts_of(spec.head_dim), value_parts_of(spec)
-    return spec.head_dim > 128 and parts[: len(value_parts)] == value_parts
+    # A dense bias takes 4 KiB, and training 32 KiB for rest.
+    full = spec.head_dim > 96 and spec.needs_backward and "dense" in pair_kinds(spec)
+    return (full or spec.head_dim > 128) and parts[: len(value_parts)] == value_parts
 
 
 def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -60,11 +60,14 @@ _REBOUND = {
         f"ops.{name}(": f"mod_operations.{name}("
         for name in (
             "along_chunks",
+            "along_dense",
             "along_distances",
             "along_periods",
+            "dense_rows",
             "distant_keys",
             "key_beside",
             "keys_of",
+            "load_dense",
             "rows_of",
         )
     },

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,13 +15,16 @@ __all__ = [
     "accumulate",
     "along",
     "along_chunks",
+    "along_dense",
     "along_distances",
     "along_periods",
+    "dense_rows",
     "distant_keys",
     "fast_tanh_capped",
     "full",
     "key_beside",
     "keys_of",
+    "load_dense",
     "load_once",
     "rows_of",
     "spread",
@@ -173,3 +177,55 @@ def along_periods(x, score):
     found = found.reshape([ROWS, N])
     found = gl.convert_layout(found, score.type.layout, assert_trivial=True)
     return tl.cast(found, tl.float32)
+
+
+@triton.constexpr_function
+def layout_of_words(columns, size):
+    """Return a layout [ROWS, columns] whose threads have words of 16 bytes, of elements of `size`
+    bytes. Each has elements of the two rows of which it has scores, so that values move between
+    the four threads of these rows alone."""
+    wide = 16 // size
+    registers = [[0, 1 << i] for i in range(wide.bit_length() - 1)]
+    registers += [
+        [0, 1 << i] for i in range((4 * wide).bit_length() - 1, columns.bit_length() - 1)
+    ]
+    lanes = [[0, wide], [0, 2 * wide], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*registers, [8, 0]], lane_bases=lanes, warp_bases=[[16, 0], [32, 0]],
+        block_bases=[], shape=[ROWS.value, columns],
+    )  # fmt: skip
+
+
+@gluon.jit
+def dense_rows(q_idx, SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return q_idx in the layout in which `load_dense` loads elements of SIZE bytes."""
+    return gl.convert_layout(q_idx, layout_of_words(BLOCK_N, SIZE), assert_trivial=True)
+
+
+@gluon.jit
+def load_dense(
+    pointers, first_kv, length, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, WHOLE: gl.constexpr
+):
+    """Return [ROWS, BLOCK_N] elements of rows of this length, from first_kv on; 0 after their end.
+
+    Args:
+        pointers: to rows, [ROWS, 1]; rows, their length and first_kv are multiples of 16 bytes.
+        WHOLE: whether no element is after the end.
+    """
+    WIDE: gl.constexpr = 16 // SIZE
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, layout_of_words(BLOCK_N, SIZE))
+    columns = gl.expand_dims(gl.arange(0, BLOCK_N, layout=LAYOUT), 0)
+    # Multiplications tell the compiler what is a multiple.
+    first_kv = first_kv // WIDE * WIDE
+    at = gl.multiple_of(pointers + first_kv + columns, [1, 16])
+    if WHOLE:
+        return gl.load(at)
+    else:
+        left = gl.cast(length, gl.int32) - first_kv
+        return gl.load(at, mask=columns // WIDE * WIDE < left, other=0.0)
+
+
+@gluon.jit
+def along_dense(x, score):
+    """Return each pair's value, float32, given those of `load_dense`."""
+    return tl.cast(gl.convert_layout(x, score.type.layout), tl.float32)

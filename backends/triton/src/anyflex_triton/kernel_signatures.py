@@ -49,6 +49,7 @@ from anyflex_triton.mods import (
     reads_pairs,
     source_for,
 )
+from anyflex_triton.pair_reads import dense_tables
 from anyflex_triton.program import INTERPRETED, Options, Program
 from anyflex_triton.tuning import Tuner
 
@@ -246,6 +247,7 @@ class Programs:
         self._caps = cap_factors(spec)
         self._may_be_short = " if SHORT else " in given.source
         self._reads_pairs = "\nSTEADY = " in given.source
+        self._dense = dense_tables(spec) if self._reads_pairs else []
         self._programs: dict[str, Program] = {}
         self.types = {**_described_types(spec), **_mod_types(spec)}
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
@@ -415,17 +417,18 @@ class Programs:
         key = self.mods_key(call, even, sums)
         found = self._mods.get(key)
         if found is None:
-            within, coarse, short, plain, _, steady = key
+            within, coarse, short, plain, _, steady, dense = key
             source = source_for(
-                self._source, within=within, coarse=coarse, short=short, sums=sums, steady=steady
-            )
+                self._source, within=within, coarse=coarse, short=short, sums=sums, steady=steady,
+                dense=dense,
+            )  # fmt: skip
             functions = vars(load_module(source))
             found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
 
     def mods_key(
         self, call: Call, even: bool, sums: Sums = "floats"
-    ) -> tuple[bool, bool, bool, bool, Sums, bool]:
+    ) -> tuple[bool, bool, bool, bool, Sums, bool, bool]:
         """Return the arguments of `mods`, which tell the call's mods from the spec's others."""
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
@@ -434,7 +437,8 @@ class Programs:
         # Both bounds leave room in float32 for small factors.
         plain = 2.0**-100 < call.scale < 2.0**100
         steady = even and self._reads_pairs and call.index_offsets[3] % 128 == 0
-        return (within, coarse, short, plain, sums, steady)
+        dense = bool(self._dense) and self._is_dense(call)
+        return (within, coarse, short, plain, sums, steady, dense)
 
     def is_coarse(self, call: Call) -> bool:
         """Whether the call has soft caps, with a small sum of `cap_factors`: `source_for`'s
@@ -474,6 +478,25 @@ class Programs:
         counts = (batch, heads, rows, call.key.shape[2])
         for position, axis, argument in self._direct:
             if offsets[argument] + counts[argument] > captured[position].shape[axis]:
+                return False
+        return True
+
+    def _is_dense(self, call: Call) -> bool:
+        """Return ``dense`` of `source_for`: the keys are inside of the `dense_tables`, whose rows
+        are whole words of 16 bytes, as are the keys before a block."""
+        first = call.index_offsets[3]
+        if call.packed is not None or first < 0:
+            return False
+        for position in self._dense:
+            tensor = call.captured[position]
+            words = (first, self.spec.block_size[1], tensor.shape[-1], *tensor.stride()[:-1])
+            if (
+                tensor.numel() == 0
+                or tensor.data_ptr() % BYTES
+                or math.gcd(*words) * tensor.element_size() % BYTES
+                or tensor.stride(-1) != 1
+                or first + call.key.shape[2] > tensor.shape[-1]
+            ):
                 return False
         return True
 

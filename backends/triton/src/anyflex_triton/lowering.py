@@ -25,6 +25,7 @@ __all__ = [
     "cap_factors",
     "dependences",
     "direct_reads",
+    "moved_pointer",
 ]
 
 LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
@@ -271,13 +272,13 @@ def _number(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
     return program.rounded(value, node.dtype)
 
 
-def _load(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
-    """Emit a load at a wrapped and clamped index, so that nothing outside is read; an empty tensor
-    gives 0."""
-    captured, rank = node.attribute, len(operands)
+def moved_pointer(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    """Emit a load's pointer, moved by the indices of its first dimensions, wrapped and clamped, so
+    that nothing outside is read."""
+    captured, rank = node.attribute, len(node.arguments)
     assert isinstance(captured, int)
     pointer, first = f"tables[{captured}]", program.first_size[captured]
-    for axis, (position, index) in enumerate(zip(node.arguments, operands, strict=True)):
+    for axis, (position, index) in enumerate(zip(node.arguments, operands, strict=False)):
         place = program.place(captured, axis, position, index)
         stride = f"ints[{first + rank + axis}]"
         if axis == rank - 1:
@@ -285,6 +286,14 @@ def _load(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
         else:
             text = f"ops.moved({pointer}, {place}, {stride})"
         pointer = program.emit(text, "pointer")
+    return pointer
+
+
+def _load(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    """Emit a load at a `moved_pointer`; an empty tensor gives 0."""
+    captured, rank = node.attribute, len(operands)
+    assert isinstance(captured, int)
+    pointer = moved_pointer(program, node, operands)
     if rank:
         text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)})"
     else:

@@ -355,7 +355,7 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> list[str]:
 
 def source_for(
     source: str, *, within: bool, coarse: bool, short: bool = False, sums: Sums = "floats",
-    steady: bool = False,
+    steady: bool = False, dense: bool = False,
 ) -> str:  # fmt: skip
     """Return the variant of `write_source`'s text for some calls.
 
@@ -365,7 +365,7 @@ def source_for(
         coarse: the sum of `cap_factors` is small, so that tanh may have fewer digits.
         short: q_idx and kv_idx are at most 2^24, so that float32 holds them.
         sums: the numbers that ``captured_gradients`` adds to `totals` (`operations.accumulate`).
-        steady: of `pair_reads.pair_reads_source`.
+        steady, dense: of `pair_reads.pair_reads_source`.
     """
     for name, default, value in (
         ("WITHIN", False, within),
@@ -373,6 +373,7 @@ def source_for(
         ("SHORT", False, short),
         ("SUMS", "floats", sums),
         ("STEADY", False, steady),
+        ("DENSE", False, dense),
     ):
         line = f"\n{name} = {LANGUAGE}.constexpr("
         source = source.replace(f"{line}{default!r})\n", f"{line}{value!r})\n")

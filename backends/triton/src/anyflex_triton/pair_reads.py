@@ -1,26 +1,35 @@
 """Reads of captured tensors by query and key that needn't be made pair by pair.
 
-A value that a score mod reads by query and key may depend on the pair in one of three ways that a
+A value that a score mod reads by query and key may depend on the pair in one of four ways that a
 kernel with steps of keys can use:
 
 * ``distances``, on ``kv_idx - q_idx`` alone, as T5's table does: a step reads each distance once;
 * ``chunks``, on the row and ``kv_idx // n``, as the height of SAM's decomposed positions: a step
   reads an element or a few per row;
 * ``periods``, on the row and ``kv_idx % n``, as their width: a tile of rows reads them once, for
-  all of its steps.
+  all of its steps;
+* ``dense``, on the row and ``kv_idx``, which is the last index of the read: a step reads its part
+  of each row in words of 16 bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Node, Spec, simplify
-from anyflex_triton.lowering import LANGUAGE, TRITON, ModProgram, cap_factors, dependences
+from anyflex_triton.lowering import (
+    LANGUAGE,
+    TRITON,
+    ModProgram,
+    cap_factors,
+    dependences,
+    moved_pointer,
+)
 from anyflex_triton.mods import (
     CALL,
     INDICES,
@@ -31,7 +40,7 @@ from anyflex_triton.mods import (
     program_of_read,
 )
 
-__all__ = ["pair_kinds", "pair_reads_source"]
+__all__ = ["dense_tables", "pair_kinds", "pair_reads_source"]
 
 _MOST = 2
 """Maximum number of values of each kind: a period's keeps 16 or 32 registers of a thread."""
@@ -117,13 +126,25 @@ def _kind(node: Node, needs: frozenset[str], pairs: _Pairs) -> str:
     return "periods" if pairs.period <= _LONGEST_PERIOD else ""
 
 
+def _is_dense(
+    nodes: Sequence[Node], node: Node, needs: Mapping[Node, frozenset[str]]
+) -> bool:  # fmt: skip
+    """Whether a node reads a row, which its other indices decide, at kv_idx."""
+    if node.operation != "load" or needs[node] != {"q_idx", "kv_idx"}:
+        return False
+    *rows, last = (nodes[argument] for argument in node.arguments)
+    if not node.dtype.is_floating_point or node.dtype.itemsize not in (2, 4):
+        return False
+    return last.attribute == "kv_idx" and all(needs[row] <= {"q_idx"} for row in rows)
+
+
 class _Value(NamedTuple):
     """A value that is read so.
 
     Args:
         kind: of the module's docstring.
         position: of its node.
-        keys: of a chunk or period; 0 for distances.
+        keys: of a chunk or period; 0 for the other kinds.
     """
 
     kind: str
@@ -135,6 +156,11 @@ class _Value(NamedTuple):
         """Name of the function that reads it."""
         return f"read_{self.kind}_{self.position}"
 
+    @property
+    def flag(self) -> str:
+        """Constant of the module without which the value is left to pairs, or ""."""
+        return {"distances": "", "dense": "DENSE"}.get(self.kind, "STEADY")
+
 
 def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
     """Return the largest values that depend on a read by query and key, and on pairs in one of the
@@ -145,7 +171,8 @@ def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
     for node, each in zip(nodes, pairs, strict=True):
         by_pair = node.operation == "load" and needs[node] >= {"q_idx", "kv_idx"}
         reads.append(by_pair or any(reads[a] for a in node.arguments))
-        kinds.append(_kind(node, needs[node], each) if reads[-1] else "")
+        kind = _kind(node, needs[node], each) if reads[-1] else ""
+        kinds.append(kind or ("dense" if _is_dense(nodes, node, needs) else ""))
     wanted = {output} | {
         argument
         for position, node in enumerate(nodes)
@@ -158,7 +185,7 @@ def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
         if not kind or position not in wanted or same == _MOST:
             continue
         node, of = nodes[position], pairs[position]
-        keys = {"distances": 0, "chunks": of.grain, "periods": max(of.period, 8)}[kind]
+        keys = {"chunks": of.grain, "periods": max(of.period, 8)}.get(kind, 0)
         if node.operation == "cast" and nodes[node.arguments[0]].dtype in _KEPT:
             # A value of 16 bits takes less room.
             position = node.arguments[0]
@@ -176,6 +203,18 @@ def pair_kinds(spec: Spec) -> list[str]:
     return [value.kind for value in _values(graph.nodes, graph.output)]
 
 
+def dense_tables(spec: Spec) -> list[int]:
+    """Return the captured tensors of the ``dense`` values that `pair_reads_source` reads."""
+    if spec.score_graph is None:
+        return []
+    graph = simplify(spec.score_graph)
+    return [
+        int(str(graph.nodes[value.position].attribute))
+        for value in _values(graph.nodes, graph.output)
+        if value.kind == "dense"
+    ]
+
+
 def pair_reads_source(spec: Spec) -> str:
     """Return the text of additional functions for a module of `write_source`, for kernels whose
     language has layouts; it is empty where the score mod has no such values.
@@ -189,8 +228,9 @@ def pair_reads_source(spec: Spec) -> str:
     ``score_mod_of_pairs``
         ``score_mod`` with such tables.
 
-    STEADY (`source_for`): each step begins at a multiple of BLOCK_N, for mods too. Else only
-    ``distances`` are read so.
+    STEADY (`source_for`): each step begins at a multiple of BLOCK_N, for mods too, and has BLOCK_N
+    keys. Else ``chunks`` and ``periods`` aren't read so. DENSE: words of 16 bytes can be read from
+    the `dense_tables`. Else ``dense`` values aren't read so.
     """
     if spec.score_graph is None:
         return ""
@@ -199,14 +239,18 @@ def pair_reads_source(spec: Spec) -> str:
     values = _values(graph.nodes, graph.output)
     if not values:
         return ""
-    lines = ["", "", f"STEADY = {LANGUAGE}.constexpr(False)"]
+    lines = ["", "", *(f"{flag} = {LANGUAGE}.constexpr(False)" for flag in ("STEADY", "DENSE"))]
     for value in values:
+        if value.kind == "dense":
+            # Values that rows alone decide were read when the tile began.
+            program = program_of_read(spec, graph, reads.places["score_mod"], False)
+            lines += _read_dense(value, program)
+            continue
         program = ModProgram.of(spec, graph.nodes, False)
         found = TRITON.lower(graph.nodes, program, [value.position])[value.position]
         kept = _KEPT.get(graph.nodes[value.position].dtype, "float32")
         last = f"return {program.cast(found, kept)}"
         lines += function_lines(value.name, f"{INDICES}, {CALL}", program.lines, last)
-    some = [value for value in values if value.kind == "distances"]
     first = len(spec.captured) + sum(map(len, reads.places.values()))
     of_step = f"b, h, q_idx, first_q, first_kv, read, {CALL}, BLOCK_N: {LANGUAGE}.constexpr"
     of_pairs = partial(_score_mod, spec, reads, first)
@@ -215,15 +259,41 @@ def pair_reads_source(spec: Spec) -> str:
         ("read_step", of_step, _read_step),
         ("score_mod_of_pairs", f"score, {INDICES}, {CALL}", of_pairs),
     ):
-        steady, other = body(values), body(some)
-        if steady != other:
-            steady = ["if STEADY:", *_indented(steady), "else:", *_indented(other)]
-        lines += function_lines(name, arguments, steady[:-1], steady[-1])
+        *before, last = _by_flags(body, values, ("STEADY", "DENSE"))
+        lines += function_lines(name, arguments, before, last)
     return "\n".join([*lines, ""])
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+def _by_flags(
+    body: Callable[[Sequence[_Value]], list[str]], values: Sequence[_Value], flags: Sequence[str]
+) -> list[str]:
+    """Return the lines of a body, which has other values where flags aren't set."""
+    if not flags:
+        return body(values)
+    flag, *others = flags
+    given = _by_flags(body, values, others)
+    missing = _by_flags(body, [value for value in values if value.flag != flag], others)
+    if given == missing:
+        return given
+    given, missing = ([f"    {line}" for line in lines] for lines in (given, missing))
+    return [f"if {flag}:", *given, "else:", *missing]
+
+
+def _read_dense(value: _Value, program: ModProgram) -> list[str]:
+    """Return the function that reads a step's part of each row."""
+    node = program.nodes[value.position]
+    *rows, _ = node.arguments
+    assert isinstance(node.attribute, int)
+    found = TRITON.lower(program.nodes, program, rows)
+    pointers = moved_pointer(program, node, [found[row] for row in rows])
+    length = f"ints[{program.first_size[node.attribute] + len(rows)}]"
+    size = node.dtype.itemsize
+    return function_lines(
+        value.name,
+        f"b, h, q_idx, first_kv, {CALL}, BLOCK_N: {LANGUAGE}.constexpr",
+        [f"q_idx = ops.dense_rows(q_idx, {size}, BLOCK_N)", *program.lines],
+        f"return ops.load_dense({pointers}, first_kv, {length}, {size}, BLOCK_N, STEADY)",
+    )
 
 
 def _read_tile(values: Sequence[_Value]) -> list[str]:
@@ -245,6 +315,8 @@ def _read_step(values: Sequence[_Value]) -> list[str]:
             for begin in range(0, _WIDEST, value.keys):
                 key = f"ops.key_beside(q_idx, first_kv + {begin})"
                 read += f"{value.name}(b, h, q_idx, {key}, {CALL}), "
+        elif value.kind == "dense":
+            read += f"{value.name}(b, h, q_idx, first_kv, {CALL}, BLOCK_N), "
     return [f"return tables + ({read}) + read" if read else "return tables + read"]
 
 
@@ -261,6 +333,9 @@ def _score_mod(spec: Spec, reads: EarlyReads, first: int, values: Sequence[_Valu
             read = ", ".join(f"tables[{i}]" for i in range(first, last))
             places[value.position] = f"ops.along_chunks(({read},), {value.keys}, score)"
             first = last
+        elif value.kind == "dense":
+            places[value.position] = f"ops.along_dense(tables[{first}], score)"
+            first += 1
     for value in values:
         if value.kind == "periods":
             places[value.position] = f"ops.along_periods(tables[{first}], score)"
