@@ -138,8 +138,8 @@ test-transformers:
 	@$(RUN) -m pip install -qq --upgrade --target $(VENV)/transformers/$(TRANSFORMERS) transformers==$(TRANSFORMERS)
 	@PYTHONPATH=$(CURDIR)/$(VENV)/transformers/$(TRANSFORMERS) $(RUN) -m pytest -q -n 2 plugins/transformers/tests $(ARGS)
 
-# Forward and decoding of Hopper's and Blackwell's kernels in bfloat16, and the portable forward: `make test` compiles all,
-# with the pinned Triton, and `make soak` all with both.
+# A forward of Hopper's and of Blackwell's kernels, Hopper's decoding, and the portable forward: `make soak` compiles all,
+# with the pinned Triton too.
 test-newest-triton: $(NEWEST_TRITON)
 	$(READY) test
 	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(filter-out %_backward.py %_once.py,$(wildcard backends/cuda/tests/test_compiled_*.py)) $(ARGS)

@@ -1,5 +1,5 @@
-"""Compiles the kernels of a training call on Hopper: in Gluon and in plain Triton, and with `SOAK`
-the portable ones too; no device is needed.
+"""Compiles the kernels of training calls on Hopper: those in Gluon with those in plain Triton
+beside them, and the portable ones; no device is needed.
 
 Run as a script by `test_compiled_once`, with a folder: ``save`` writes anyflex's archive and
 torch's bundle there, ``own`` and ``torch`` load them first. Prints the number of kernels, and how
@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import triton
 from compiling import HOPPER
-from scripts_beside import SOAK
 
 import anyflex
 from anyflex.testing import posing
@@ -87,8 +86,7 @@ def main(action: str, folder: Path) -> None:
         elif action == "torch":
             torch.compiler.load_cache_artifacts((folder / "torch.bin").read_bytes())
         train(hopper=True)
-        if SOAK:
-            train(hopper=False)
+        train(hopper=False)
     for program in launched:
         kernel = program._translate(HOPPER, program.options)
         assert kernel.kernel.startswith(b"\x7fELF")

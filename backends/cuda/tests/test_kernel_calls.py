@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
 from recording import OnHopper, recording
+from scripts_beside import SOAK
 
 import anyflex
 from anyflex.bench.case import BenchCase, Direction
@@ -26,6 +27,9 @@ from anyflex_triton.building import Program
 
 BENCH = Path(__file__).parents[3] / "bench"
 CPU = torch.device("cpu")
+WHOLE_LIST = pytest.mark.skipif(
+    not SOAK, reason="only in make soak: it plans a hundred calls; those listed are planned here"
+)
 
 
 Launched = tuple[Program, int, Mapping[str, object]]
@@ -79,6 +83,7 @@ def test_each_call_takes_the_kernels_that_it_is_listed_under() -> None:
     assert {number: variant_of(number) for number in listed} == listed
 
 
+@WHOLE_LIST
 @pytest.mark.usefixtures("on_hopper")
 def test_whatever_hoppers_kernel_a_random_call_takes_some_are_listed() -> None:
     from kernel_calls import KERNELS
@@ -127,6 +132,7 @@ def run_row(case: BenchCase, direction: Direction) -> None:
         torch.autograd.grad(out, tensors, torch.empty_like(out))
 
 
+@WHOLE_LIST
 def test_the_kernels_of_a_preset_s_rows_are_launched_by_the_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

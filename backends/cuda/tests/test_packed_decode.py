@@ -69,7 +69,7 @@ PIECES = [
 """Pieces of the kernel that packed calls need."""
 
 
-@pytest.mark.parametrize(("piece", "instead"), PIECES[:: 1 if SOAK else 5])
+@pytest.mark.parametrize(("piece", "instead"), PIECES[:: 1 if SOAK else 10])
 def test_without_a_piece_of_it_some_call_fails(piece: str, instead: str) -> None:
     with isolated(), posing("cuda"):
         register("cuda.python", InPython)
