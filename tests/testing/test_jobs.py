@@ -125,9 +125,8 @@ def test_expected_failures_and_what_is_required_hold_there_too(tmp_path: Path) -
     }
 
 
-@pytest.mark.parametrize(
-    "backend", [unruly.HangingWithTheLock, *([unruly.Hanging] if SOAK else [])]
-)
+@only_in_soak("it starts processes; test_time_limit.py has cases that hang without them")
+@pytest.mark.parametrize("backend", [unruly.HangingWithTheLock, unruly.Hanging])
 def test_a_case_that_hangs_ends_its_process_and_the_others_go_on(
     backend: type[Backend], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,13 +211,14 @@ def test_a_device_is_lost_if_it_answers_with_an_old_fault(monkeypatch: pytest.Mo
     assert not kit_worker.device_lost(torch.device("cuda"))
 
 
+@STARTS_PROCESSES
 @pytest.mark.parametrize(
     ("backend", "code", "says"),
     [
         (unruly.InOneProcess, ExitCode.NOT_RUN, "can't be used here: the abacus is in use by"),
         (unruly.DyingAtStart, ExitCode.BROKEN, "ended with exit status 5, before its first case"),
         (wrong(DenseKernel), ExitCode.USAGE, "is registered in one process only"),
-    ][:: 1 if SOAK else 3],
+    ],
 )
 def test_what_no_process_can_open_ends_the_run(
     backend: type[Backend],
