@@ -144,7 +144,7 @@ def venv_python() -> Path:
     return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def pip(*arguments: str) -> None:
+def start_pip(*arguments: str) -> subprocess.Popen:
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
     # Python compiles what is imported; all of torch's and transformers' files take pip longer.
     command += ["--no-compile", *arguments]
@@ -156,10 +156,14 @@ def pip(*arguments: str) -> None:
         # Makes a library that doesn't compile an error, not a reason to leave it out.
         environment["ANYFLEX_CPU_REQUIRE_LIBRARY"] = "1"
         environment["AF_THIS_PROCESSOR"] = "1"
-    where = {"cwd": ROOT, "env": environment, "check": False}
-    quiet = subprocess.run([*command, "-qq"], stdin=subprocess.DEVNULL, **where)
+    # A quiet pip can't ask for a password.
+    stdin = subprocess.DEVNULL if "-qq" in arguments else None
+    return subprocess.Popen(command, stdin=stdin, cwd=str(ROOT), env=environment)
+
+
+def pip(*arguments: str) -> None:
     # pip prints the reason for conflicting requirements only where it is not quiet.
-    if quiet.returncode != 0 and subprocess.run(command, **where).returncode != 0:
+    if start_pip("-qq", *arguments).wait() != 0 and start_pip(*arguments).wait() != 0:
         raise SystemExit(f"error: pip install {shlex.join(arguments)} failed (see above)")
 
 
@@ -227,9 +231,21 @@ def main(parts: list[str]) -> None:
                 requirements = [line for line in requirements if line != CUDA_BACKEND]
         build = [*BUILD_TOOLS, *(name for name in ("cmake", "ninja") if not shutil.which(name))]
         pip("-c", str(constraints), *build)
-        editable = [each for line in requirements if line.startswith(".") for each in ("-e", line)]
-        plain = [line for line in requirements if not line.startswith(".")]
-        pip("-c", str(constraints), "--no-build-isolation", *editable, *plain)
+        others = [line for line in requirements if line != CPU_BACKEND]
+        editable = [each for line in others if line.startswith(".") for each in ("-e", line)]
+        plain = [line for line in others if not line.startswith(".")]
+        rest = ["-c", str(constraints), "--no-build-isolation", *editable, *plain]
+        if others == requirements:
+            pip(*rest)
+        else:
+            # Its library compiles while pip, which uses one core, gets the rest.
+            alone = ["--no-build-isolation", "--no-deps", "-e", CPU_BACKEND]
+            with start_pip("-qq", *alone) as library:
+                pip(*rest)
+            if library.returncode != 0:
+                pip(*alone)
+            # The package is there: pip gets what its extra requires.
+            pip("-c", str(constraints), "anyflex-cpu[jit]")
         state["parts"].update(dict.fromkeys(missing, wanted))
         state_file.write_text(json.dumps(state), encoding="utf-8")
 
