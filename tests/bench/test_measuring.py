@@ -16,6 +16,7 @@ from anyflex.bench.contenders import Contender
 from anyflex.bench.measure import measure_case
 from anyflex.bench.peers import peers
 from anyflex.bench.presets import PRESETS
+from tests.soak import SOAK
 
 CPU = torch.device("cpu")
 CASE = BenchCase("small", (1, 2, 40, 8), (1, 2, 40, 8), "float32", ("causal",))
@@ -237,7 +238,8 @@ def test_presets_are_cases_that_can_be_made(name: str) -> None:
         small = case.small()
         assert small.q_shape[1] // small.kv_shape[1] == case.q_shape[1] // case.kv_shape[1]
         assert small.q_shape[3] == case.q_shape[3]
-        inputs = make_inputs(small, CPU)
+    for case in PRESETS[name][:: 1 if SOAK else 3]:
+        inputs = make_inputs(case.small(), CPU)
         assert inputs.query.dtype is case.torch_dtype
         assert 0 < inputs.share <= 1
 

@@ -63,6 +63,7 @@ def installed(environment: Environment) -> tuple[dict[str, str], dict[str, str]]
     return versions, literal_eval(backends)
 
 
+@INSTALLS
 @pytest.mark.parametrize("pip", PIPS)
 def test_the_extra_xpu_brings_both_packages_and_no_triton(
     pip: str, checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path

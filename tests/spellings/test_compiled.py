@@ -41,7 +41,7 @@ def content(traced: TracedMod) -> tuple[Any, ...]:
     return traced.text, traced.captured, traced.ints, traced.floats
 
 
-@pytest.mark.parametrize("first", range(CHUNKS)[:: 1 if SOAK else 8])
+@pytest.mark.parametrize("first", range(CHUNKS)[:: 1 if SOAK else 16])
 def test_a_compiled_trace_is_the_eager_one(first: int) -> None:
     captured = tables(torch.float32, learned=True)
     spellings = ACCEPTED[first::CHUNKS]

@@ -11,5 +11,10 @@ class TestReference(Conformance):
     require = ("all",)
     quick = True
     # Without masks, mods and operations, which tests/masks, tests/mods and tests/spellings have;
-    # compiled calls and processes are those of tests/compile and tests/misuse.
-    cases = () if SOAK else ("[!cmops]*", "options/*", "precision/*", "s[!h]*", "shapes/*_1*")
+    # compiled calls and processes are those of tests/compile and tests/misuse, and ragged calls
+    # those of tests/packed and tests/paging.
+    cases = (
+        ()
+        if SOAK
+        else ("[!cmoprs]*", "options/*", "precision/*", "r[!a]*", "s[!h]*", "shapes/*_1*")
+    )

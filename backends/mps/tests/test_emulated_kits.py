@@ -6,7 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from soak import SOAK
+
 SCRIPT = Path(__file__).with_name("emulated_kits.py")
+
+pytestmark = pytest.mark.skipif(
+    not SOAK, reason="only in make soak: `make test-metal` runs the script with every variant"
+)
 
 
 def test_variants_pass_a_case_and_are_named() -> None:
