@@ -49,8 +49,8 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) ->
     with registry.isolated(), warnings.catch_warnings():
         warnings.simplefilter("error", anyflex.PerformanceWarning)
         for block in code_blocks(page):
-            # AOTInductor can't run without a C++ compiler. tests/compile/test_aoti.py makes the
-            # one package of `make test`.
+            # AOTInductor can't run without a C++ compiler. tests/compile/test_aoti.py makes one
+            # package in CI.
             if "aoti_compile" in block.code and not (SOAK and shutil.which("g++")):
                 continue
             run(block, page, vars(module))
