@@ -21,7 +21,7 @@ _BLOCK = 128
 
 
 class PatternCall(NamedTuple):
-    """What a pattern is made for.
+    """Facts of the call that a pattern is made for.
 
     Args:
         shape: [B, Hq, L, S].
