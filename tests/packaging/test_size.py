@@ -26,6 +26,7 @@ CAPABILITIES = {
     "packed sequences and keys in pages in Hopper's own forward": 980,
     "packed sequences and keys in pages in Hopper's own decoding": 1_100,
     "Hopper's kernels of ready-made masks and mods, compiled in the wheel without a GPU": 225,
+    "Triton's checksum of itself, made beside the rest of a first call": 20,
     "keys and values stored in 8 bits in Hopper's own decoding": 350,
     "biases by distance, by a key's place in an image, and dense, in Hopper's forward": 610,
     "packed calls in compiled programs: a static op, what is recorded, what runs it": 470,

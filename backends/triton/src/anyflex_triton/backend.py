@@ -156,7 +156,7 @@ class TritonBackend(Backend):
         # No launcher is needed where CPU tensors stand in for the device's.
         if torch.get_device_module(spec.device_type).is_available() and torch.version.cuda:
             files.give_modules()
-            begin_warm_up()
+            begin_warm_up(compiles=stored is None)
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)

@@ -29,7 +29,7 @@ from anyflex_triton.arguments import Boxes, Part, Types, enter_device, pointer_t
 from anyflex_triton.compiled_files import CompiledFiles, kernel_name, kernel_to_ship
 from anyflex_triton.nvidia_launch import Launcher, Parameters
 from anyflex_triton.triton_launch import interpret, launch_kernel, load_kernel, make_launcher
-from anyflex_triton.warm_up import current_target
+from anyflex_triton.warm_up import await_checksum, current_target
 
 __all__ = ["INTERPRETED", "Options", "Program", "Source", "TellsFrontEnd"]
 
@@ -205,6 +205,7 @@ class Program:
             source = self.source()
             if after_front_end is not None:
                 source.after_front_end = after_front_end
+            await_checksum()
             found = triton.compile(source, target=target, options=options.keywords())
             if self._files is not None:
                 self._files.keep(name, found)
