@@ -603,11 +603,14 @@ class Device:
         operand after the wait; a vote whether to multiply, the product of both; rounding to 16
         bits, both in one word, here a complex number; predicates, what `chosen` returns;
         conversion of words of four numbers, these."""
-        if "prmt.b32" in text:
+        if constraints == "=r,=r,=r,=r,r,r":
             (words,) = operands
             zero = (0.0,) * 4
             numbers = np.array([word or zero for word in words.ravel()], float)
-            return tuple(tile(x.reshape(words.shape)) for x in numbers.T)
+            if "0x5140" not in text:
+                # Registers have two numbers of one word: `stored_operands.converted`.
+                numbers = numbers.reshape(-1, 4, 2).transpose(0, 2, 1)
+            return tuple(tile(x.reshape(words.shape)) for x in numbers.reshape(-1, 4).T)
         if "selp.f32 $0" in text:
             return chosen(text, operands)
         if text.startswith("cvt.rn."):

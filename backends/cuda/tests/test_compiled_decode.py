@@ -56,12 +56,13 @@ def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     for facts in of_stored:
         tiles = facts["rows"] // 16
         assert facts["shared"] <= SHARED, facts
-        # Tiles of 32 rows may spill with some mods.
-        assert facts["spills"] == facts["local"] == 0 or facts["rows"] == 32, facts
+        # Some numbers that are used at the ends of units may be spilled; tiles of 32 rows may
+        # spill more.
+        assert (facts["spills"] <= 40 and facts["local"] == 0) or facts["rows"] == 32, facts
         # Two numbers are converted at a time, and 128 of each of 128 threads; no register moves.
         assert facts["conversions"] == 64 and facts["products"] == 32 * tiles, facts
         assert facts["wide_loads"] == 4 + 4 * tiles, facts
-        assert facts["instructions"] <= 560 * tiles, facts
+        assert facts["instructions"] <= 510 * tiles, facts
     assert [facts["name"] for facts in of_calls] == [
         "steps_kernel", "decode_kernel", "combine_kernel",
     ]  # fmt: skip

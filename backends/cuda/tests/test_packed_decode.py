@@ -62,7 +62,9 @@ PIECES = [
     ("row = places.first_row + keys", "row = keys"),
     ("count=1 + LOADERS", "count=1"),
     ("for_keys, mask=there)", "for_keys, mask=keys < first)"),
-    ("gl.where(nonfinite(scales), float(\"nan\"), scales)", "scales"),
+    ("gl.fma(scales, 0.0, scales)", "scales"),
+    ("halves = keys_of_threads(", "halves = (lambda x, axis: x)("),
+    ("permute((0, 2, 3, 4, 5, 1, 6))", "permute((0, 2, 3, 5, 6, 1, 4))"),
     ("scores *= gl.expand_dims(scales_of(tensors.k_scale, unit, keys, end, plan), 0)", "pass"),
     ("v = (v.to(gl.float32) * gl.expand_dims(of_values, 1)).to(DTYPE)", "pass"),
 ]  # fmt: skip

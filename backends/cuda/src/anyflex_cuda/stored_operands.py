@@ -64,21 +64,23 @@ _VALUE_WORDS = gl.constexpr(
 )
 """Layout of words [64 keys, 32]: a thread has a word of 16 keys. Lanes read distinct banks."""
 _WORDS = gl.constexpr(gl.NVMMASharedLayout.get_default_for([1, 1, 64, 32], gl.int32))
-_INTERLEAVED = "prmt.b32 lo, a, b, 0x5140; prmt.b32 hi, a, b, 0x7362; "
+_INTERLEAVED = gl.constexpr("prmt.b32 lo, a, b, 0x5140; prmt.b32 hi, a, b, 0x7362; ")
+"""Puts numbers of one place in two words beside each other."""
+_APART = gl.constexpr("mov.b32 lo, a; mov.b32 hi, b; ")
 # 0x6400 is 1024, so a byte behind 0x64 is 1024 more than itself. 0x6480 is 1152.
-_OF_INT8 = gl.constexpr(
-    "{ .reg .b32 a, b, c, lo, hi; xor.b32 a, $4, 0x80808080; xor.b32 b, $5, 0x80808080; "
-    + _INTERLEAVED + "mov.b32 c, 0x64806480; "
+_OF_INT8 = gl.constexpr((
+    "{ .reg .b32 a, b, c, lo, hi; xor.b32 a, $4, 0x80808080; xor.b32 b, $5, 0x80808080; ",
+    "mov.b32 c, 0x64806480; "
     "prmt.b32 a, lo, 0x64646464, 0x4140; sub.f16x2 $0, a, c; "
     "prmt.b32 a, lo, 0x64646464, 0x4342; sub.f16x2 $1, a, c; "
     "prmt.b32 a, hi, 0x64646464, 0x4140; sub.f16x2 $2, a, c; "
-    "prmt.b32 a, hi, 0x64646464, 0x4342; sub.f16x2 $3, a, c; }"
-)
-_OF_FLOAT8 = gl.constexpr(
-    "{ .reg .b32 a, b, lo, hi; .reg .b16 c, d; mov.b32 a, $4; mov.b32 b, $5; " + _INTERLEAVED
-    + "mov.b32 {c, d}, lo; cvt.rn.f16x2.e4m3x2 $0, c; cvt.rn.f16x2.e4m3x2 $1, d; "
-    "mov.b32 {c, d}, hi; cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }"
-)
+    "prmt.b32 a, hi, 0x64646464, 0x4342; sub.f16x2 $3, a, c; }",
+))
+_OF_FLOAT8 = gl.constexpr((
+    "{ .reg .b32 a, b, lo, hi; .reg .b16 c, d; mov.b32 a, $4; mov.b32 b, $5; ",
+    "mov.b32 {c, d}, lo; cvt.rn.f16x2.e4m3x2 $0, c; cvt.rn.f16x2.e4m3x2 $1, d; "
+    "mov.b32 {c, d}, hi; cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d; }",
+))
 
 
 @gluon.jit
@@ -91,18 +93,21 @@ def words_of(bufs, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def converted(words, STORED: gl.constexpr):
-    """Return [rows, words, 2, 2], the stored numbers in float16. The last two dimensions are the
-    lower and the higher bit of a number's place in its word.
+def converted(words, STORED: gl.constexpr, ORDER: gl.constexpr):
+    """Return [rows, words, 2, 2], the stored numbers in float16.
 
-    Two words of a thread are converted at a time, whose numbers of one place share a register.
+    Two words of a thread are converted at a time to four registers of two numbers. The last two
+    dimensions are the lower and the higher bit of a register's number. With the ORDER
+    _INTERLEAVED, a register has the numbers of one place of both words, in the order of words.
+    With _APART the first two registers have the first word's numbers, in their order.
     """
-    TEXT: gl.constexpr = _OF_INT8 if STORED == "int8" else _OF_FLOAT8
-    of_place = gl.inline_asm_elementwise(
+    TEXTS: gl.constexpr = _OF_INT8 if STORED == "int8" else _OF_FLOAT8
+    TEXT: gl.constexpr = TEXTS[0] + ORDER + TEXTS[1]
+    registers = gl.inline_asm_elementwise(
         TEXT, "=r,=r,=r,=r,r,r", [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
     )
-    return gl.join(gl.join(of_place[0], of_place[1]), gl.join(of_place[2], of_place[3]))
+    return gl.join(gl.join(registers[0], registers[1]), gl.join(registers[2], registers[3]))
 
 
 @gluon.jit
@@ -118,7 +123,7 @@ def stored_queries(q):
     power = gl.exp2(gl.floor(gl.log2(gl.maximum(size, LEAST_SCALE))))
     q = q * gl.expand_dims(1.0 / power, 1)
     # A column's number has bits (t1 t0 h w1 w0 b1 b0): see `stored_scores`.
-    q = q.reshape([ROWS, 4, 2, 2, 2, 2, 2]).permute((0, 2, 3, 5, 6, 1, 4))
+    q = q.reshape([ROWS, 4, 2, 2, 2, 2, 2]).permute((0, 2, 3, 4, 5, 1, 6))
     # Rounding comes last: registers that are loaded four at a time would be moved in each step.
     q = gl.convert_layout(q.reshape([ROWS, STORED_COLUMNS]), _LEFT).to(gl.float16)
     return q, gl.convert_layout(power, gl.SliceLayout(1, STORED_PRODUCTS))
@@ -135,18 +140,32 @@ def stored_scores(queries, ring, slot, STORED: gl.constexpr):
     operand, power = queries
     ROWS: gl.constexpr = operand.shape[0]
     KEYS: gl.constexpr = ring.k_bufs.shape[3]
-    k = converted(words_of(ring.k_bufs, slot, _KEY_WORDS), STORED)
+    k = converted(words_of(ring.k_bufs, slot, _KEY_WORDS), STORED, _APART)
     # A word's number has bits (t1 t0 h w1 w0), its numbers' places (b1 b0). A thread has all but
-    # t, and w0 is the lowest bit of the column that the product sees.
+    # t. Registers have w0 and b1 in their number, and b0 is the lowest bit of the column that the
+    # product sees.
     k = k.reshape([KEYS, 4, 2, 2, 2, 2, 2]).permute((2, 3, 6, 5, 1, 4, 0))
     k = gl.convert_layout(k.reshape([STORED_COLUMNS, KEYS]), _RIGHT, assert_trivial=True)
     scores = mma_v2(
         operand, k, gl.full([ROWS, KEYS], 0.0, gl.float32, layout=STORED_PRODUCTS),
     )
     scales = ring.k_scales.index(slot).load(gl.SliceLayout(0, STORED_PRODUCTS))
-    # An infinite scale would make a pair dead whose product is negative.
-    scales = gl.where(nonfinite(scales), float("nan"), scales)
+    # An infinite scale would make a pair dead whose product is negative, so it becomes NaN.
+    scales = gl.fma(scales, 0.0, scales)
     return scores * gl.expand_dims(power, 1) * gl.expand_dims(scales, 0)
+
+
+@gluon.jit
+def keys_of_threads(x, AXIS: gl.constexpr):
+    """Return x with its keys, which are axis AXIS, in an order in which each thread's weights are
+    the registers of one operand: other warps load them as one vector, without moves."""
+    KEYS: gl.constexpr = x.shape[AXIS]
+    OTHER: gl.constexpr = x.shape[1 - AXIS]
+    if AXIS == 0:
+        found = x.reshape([KEYS // 32, 4, 8, OTHER]).permute((1, 0, 2, 3)).reshape([KEYS, OTHER])
+    else:
+        found = x.reshape([OTHER, KEYS // 32, 4, 8]).permute((0, 2, 1, 3)).reshape([OTHER, KEYS])
+    return found
 
 
 @gluon.jit
@@ -164,14 +183,15 @@ def stored_products(weights, alpha, acc, top, ring, slot, keys, STORED: gl.const
     inverse = 1.0 / new_top
     acc = acc * gl.expand_dims(alpha * (top * inverse), 1)
     scales = ring.v_scales.index(slot).load(gl.SliceLayout(0, STORED_PRODUCTS)) * inverse
-    halves = (weights * gl.expand_dims(scales, 0)).to(gl.float16)
+    halves = keys_of_threads((weights * gl.expand_dims(scales, 0)).to(gl.float16), 1)
     words = words_of(ring.v_bufs, slot, _VALUE_WORDS)
     if STORED != "int8":
         # Rows behind a sequence's keys may be NaN, and 0 * NaN is NaN.
         rows = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, _VALUE_WORDS)), 1)
         words = gl.where(rows < keys, words, 0)
     # The numbers of one place in their words are beside each other.
-    v = converted(words, STORED).permute((0, 3, 2, 1)).reshape([KEYS, STORED_COLUMNS])
+    v = converted(words, STORED, _INTERLEAVED).permute((0, 3, 2, 1))
+    v = keys_of_threads(v.reshape([KEYS, STORED_COLUMNS]), 0)
     v = gl.convert_layout(v, _RIGHT, assert_trivial=True)
     return mma_v2(gl.convert_layout(halves, _LEFT), v, acc), new_top
 
