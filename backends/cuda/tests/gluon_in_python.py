@@ -602,7 +602,13 @@ class Device:
         """Return the result of inline PTX. A barrier of several partitions returns its first
         operand after the wait; a vote whether to multiply, the product of both; rounding to 16
         bits, both in one word, here a complex number; predicates, what `chosen` returns;
-        conversion of words of four numbers, these."""
+        conversion of words of four numbers, these; a counter's increment, its value before."""
+        if "atom." in text:
+            pointer, takes = operands
+            found = np.zeros(len(takes), int)
+            for lane in np.flatnonzero(takes):
+                found[lane] = self.atomic_add(Pointer(pointer.array, pointer.at[lane]), 1, "")
+            return tile(found)
         if constraints == "=r,=r,=r,=r,r,r":
             (words,) = operands
             zero = (0.0,) * 4

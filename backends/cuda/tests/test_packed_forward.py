@@ -51,6 +51,11 @@ def of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 20 + 100 * h)
 
 
+def every_other(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Mask of more runs than a record holds."""
+    return kv_idx // 128 % 2 == 0
+
+
 def slope(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score - SLOPES[b, h] * (q_idx - kv_idx) * 0.01 + BY_KEY[kv_idx]
 
@@ -254,6 +259,7 @@ CASES = {
     "packed, no mask": Batch(ROWS, KEYS, mods=(None, None), dims=(128, 128), heads=(4, 4)),
     "packed, mods": Batch(ROWS, KEYS, mods=(slope, window), dims=(128, 64), heads=(7, 7)),
     "packed, heads": Batch(ROWS, KEYS, mods=(None, of_heads)),
+    "packed, many runs": Batch((65, 3), (2100, 9), mods=(None, every_other)),
     "page 16": Batch(ROWS, KEYS, 16, dims=(128, 128), is_nhd=True),
     "page 48": Batch(ROWS, KEYS, 48, dims=(96, 96), mods=(slope, window)),
     "page 64": Batch(ROWS, KEYS, 64, dims=(128, 64), mods=(None, None)),
@@ -326,13 +332,17 @@ FAULTS = [
     ("packed, mods", "q_shift = shifts[2] + own.shift", "q_shift = shifts[2]"),
     ("page 48", "kv_length = own.kv_length", "kv_length = call.kv_length"),
     ("packed", "at // size * TILE_WORDS", "0"),
-    ("packed", "first_head = group * schedule.head_group", "first_head = 0"),
+    ("packed", "* schedule.head_group\n    size", "* 0\n    size"),
     ("packed", "item - first_head * tiles", "item"),
     ("packed", "plain += whole", "pass"),
     ("packed, mods", "rows - 1 - first - lanes", "rows - 1 - lanes"),
     ("packed, heads", "if lists_steps == 0:", "if False:"),
     ("blocks to spare", "live = live & (tile.first_row < tile.end_row)", "pass"),
-    ("page 64", "gl.load(place + 8)", "0"),
+    ("page 64", "word_of(record, 8)", "0"),
+    ("packed, many runs", "RUNS_PLACE + i * 3)", "RUNS_PLACE)"),
+    ("packed, many runs", "and i < LISTED_RUNS", "and i >= 0"),
+    ("packed", "record = next_record", "pass"),
+    ("packed", "gl.num_programs(0) + gl.sum(ticket, 0)", "count"),
     ("odd, pages", "mod_b += own.b\n        q_shift", "q_shift"),
     ("odd, pages", "page * pointed.page_stride", "0 * page"),
 ]

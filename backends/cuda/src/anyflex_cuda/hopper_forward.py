@@ -36,16 +36,18 @@ from anyflex_cuda.kernel_records import (
 )
 from anyflex_cuda.nonfinite_rows import write_nonfinite_rows
 from anyflex_cuda.packed_tiles import (
+    listed_run,
     listed_tile,
     load_bounded,
     load_sequence_keys,
     page_numbers,
     paged_buffers,
-    place_of_item,
+    record_of_item,
     said_tile,
     say_tile,
     store_bounded,
     store_first_rows,
+    word_of,
 )
 from anyflex_cuda.skip_unit_rescale import rescaled
 from anyflex_cuda.smem_mailbox import WORDS, said, say
@@ -107,8 +109,9 @@ class LoadedTile:
         masked, plain: number of steps that may have dead pairs, and of the other steps.
         first_step: number of the tile's first step, counted over all tiles.
         empties, before: arguments of `await_tile`.
-        place: where queries are packed a pointer to the tile's record of `packed_tile_list`, b
-            then being 0; else None. What is read there once isn't kept in registers.
+        record: where queries are packed the tile's record of `packed_tile_list`, b then being 0;
+            else None.
+        lists_steps: whether the record has the tile's runs.
         kv_begin: where queries are packed, the first row of packed keys.
         pages: `anyflex_triton.kernel_records.Pages` of its keys, or None.
     """
@@ -123,7 +126,8 @@ class LoadedTile:
     first_step: Any
     empties: Any
     before: Any
-    place: Any = None
+    record: Any = None
+    lists_steps: Any = None
     kv_begin: Any = None
     pages: Any = None
 
@@ -313,11 +317,11 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
 def load_queries(descs, queries, ring, tile, step):
     """Load a tile's query rows, and write its mailbox words, for each consumer."""
     await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)
-    if tile.place is None:
+    if tile.record is None:
         own = None
         first_row = tile.first_row
     else:
-        own = listed_tile(tile.place)
+        own = listed_tile(tile.record)
         first_row = own.first_row
     for c in gl.static_range(queries.CONSUMERS):
         say(queries.words, c * WORDS, first_row)
@@ -351,7 +355,7 @@ def load_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows):
         numbers: from `page_numbers`, where keys are in pages; else None.
         page_rows: of `LoadDescriptors`.
     """
-    if tile.place is None:
+    if tile.record is None:
         load_parts(descs, bufs, slot, full, tile.kv_b, tile.kv_head, first)
     else:
         load_sequence_keys(descs, bufs, slot, full, tile, numbers, first, end, page_rows)
@@ -397,7 +401,10 @@ def load_steps(
     times.
     """
     for r in range(run, last_run):
-        begin, end, full = bounded_run(mask.runs, r, mask.KV_BLOCK, kv_length, mask.HAS_MASK)
+        if tile.record is not None and mask.HAS_MASK:
+            begin, end, full = listed_run(tile, mask, r - run, r, kv_length)
+        else:
+            begin, end, full = bounded_run(mask.runs, r, mask.KV_BLOCK, kv_length, mask.HAS_MASK)
         middle = begin
         if full:
             middle += (end - begin) // ring.BLOCK_N * ring.BLOCK_N
@@ -454,11 +461,32 @@ def next_item(at, count, schedule):
 
 
 @gluon.jit
+def ticket_of(count, schedule):
+    """Take the number of a program's next tile but one, and return it across the lanes of a warp,
+    whose sum it is, in flight. As PTX because `gl.atomic_add` waits for its result."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, layout=LAYOUT)
+    text: gl.constexpr = (
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; "
+        "@p atom.relaxed.gpu.global.inc.u32 $0, [$1], 0x7fffffff; }"
+    )
+    takes = gl.where((lanes == 0) & (gl.num_programs(0) < count), 1, 0)
+    return gl.inline_asm_elementwise(
+        text, "=r,l,r", [schedule.counter + lanes * 0, takes], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def produce_packed(
     descs, queries, ring, step_words, mask, schedule, SHARES_ROOM: gl.constexpr,
 ):
     """Produce tiles of packed queries, in the order of their list. Return what `load_tile`
-    returns."""
+    returns.
+
+    While a tile is loaded, the next one's record and the number of the one after it are in flight:
+    tiles of short sequences would wait for both.
+    """
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
@@ -466,21 +494,27 @@ def produce_packed(
     lists_steps = gl.load(schedule.tile_list + 1)
     count = tiles * schedule.heads
     at = gl.program_id(0)
+    record, h = record_of_item(at, tiles, schedule)
+    if schedule.DYNAMIC:
+        ticket = ticket_of(count, schedule)
     while at < count:
-        following = next_item(at, count, schedule)
-        place, h = place_of_item(schedule.tile_list, at, tiles, schedule)
-        kv_length = gl.load(place + 7)
+        following = at + gl.num_programs(0)
+        if schedule.DYNAMIC:
+            following = gl.num_programs(0) + gl.sum(ticket, 0)
+            ticket = ticket_of(count, schedule)
+        next_record, next_h = record_of_item(following, tiles, schedule)
+        kv_length = word_of(record, 7)
         pages = None
         if schedule.PAGE > 0:
-            pages = pages_of_line(schedule.sequences, gl.load(place + 8), schedule.PAGE)
-        run = gl.load(place + 9)
-        last_run = gl.load(place + 10)
-        masked = gl.load(place + 11)
-        plain = gl.load(place + 12)
+            pages = pages_of_line(schedule.sequences, word_of(record, 8), schedule.PAGE)
+        run = word_of(record, 9)
+        last_run = word_of(record, 10)
+        masked = word_of(record, 11)
+        plain = word_of(record, 12)
         if mask.HAS_MASK:  # noqa: SIM102  the other is known at run time alone
             if lists_steps == 0:
                 run, last_run = mask_row(
-                    mask.offsets, mask.ends, mask.strides, 0 * h, h, gl.load(place), True,
+                    mask.offsets, mask.ends, mask.strides, 0 * h, h, word_of(record, 0), True,
                 )
                 masked, plain = count_steps(
                     mask, run, last_run, kv_length, False, ring.BLOCK_N, True,
@@ -488,12 +522,14 @@ def produce_packed(
         loaded = LoadedTile(
             b=0 * h, h=h, kv_b=0 * h, kv_head=h // schedule.GROUP, first_row=None,
             masked=masked, plain=plain, first_step=step, empties=empties, before=before,
-            place=place, kv_begin=gl.load(place + 6), pages=pages,
+            record=record, lists_steps=lists_steps, kv_begin=word_of(record, 6), pages=pages,
         )
         step, empties, before = load_tile(
             descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, SHARES_ROOM,
         )
         at = following
+        record = next_record
+        h = next_h
     return step, empties, before
 
 

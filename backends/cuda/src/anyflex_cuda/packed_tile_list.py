@@ -17,7 +17,7 @@ from anyflex_triton.device_functions import (
     sequence_of_tile,
 )
 
-__all__ = ["LIST_HEADER", "PACKED_BLOCK", "TILE_WORDS", "tile_kernel"]
+__all__ = ["LISTED_RUNS", "LIST_HEADER", "PACKED_BLOCK", "RUNS_PLACE", "TILE_WORDS", "tile_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -27,10 +27,15 @@ PACKED_BLOCK = tl.constexpr(128)
 LIST_HEADER = tl.constexpr(4)
 """Words before the records: the number of tiles of a head, and whether the records' steps are
 those of all heads."""
-TILE_WORDS = tl.constexpr(16)
+TILE_WORDS = tl.constexpr(32)
 """Words of a record: row of blocks, number of the sequence, first and end row of query, what mods
 see as b, what is added to rows for q_idx, first row of packed keys, number of keys, line of the
-page table, first run, end of the runs, number of steps that may have dead pairs, and of others."""
+page table, first run, end of the runs, number of steps that may have dead pairs, and of others,
+then the first LISTED_RUNS runs. A warp loads it at once."""
+RUNS_PLACE = tl.constexpr(13)
+"""Number of a record's word that its runs begin at."""
+LISTED_RUNS = tl.constexpr(6)
+"""Maximum number of a tile's runs that its record holds."""
 _LANES = tl.constexpr(256)
 """Rows of blocks that are looked at together."""
 
@@ -48,12 +53,17 @@ def store_steps(
             index = run + i
             live = there & (index < last_run)
             at = runs + index * 3
-            begin = tl.load(at, mask=live, other=0) * KV_BLOCK
-            end = tl.load(at + 1, mask=live, other=0) * KV_BLOCK
-            full = tl.load(at + 2, mask=live, other=0) == FULL
+            begin = tl.load(at, mask=live, other=0)
+            end = tl.load(at + 1, mask=live, other=0)
+            kind = tl.load(at + 2, mask=live, other=0)
+            listed = place + RUNS_PLACE + i * 3
+            tl.store(listed, begin, mask=live & (i < LISTED_RUNS))
+            tl.store(listed + 1, end, mask=live & (i < LISTED_RUNS))
+            tl.store(listed + 2, kind, mask=live & (i < LISTED_RUNS))
             # The mask may be one of other lengths.
-            length = tl.maximum(tl.minimum(end, kv_length) - begin, 0)
-            whole = tl.where(full, length // BLOCK_N, 0)
+            length = tl.minimum(end * KV_BLOCK, kv_length) - begin * KV_BLOCK
+            length = tl.maximum(length, 0)
+            whole = tl.where(kind == FULL, length // BLOCK_N, 0)
             plain += whole
             masked += (length + BLOCK_N - 1) // BLOCK_N - whole
     else:

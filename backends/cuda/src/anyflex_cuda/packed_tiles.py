@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anyflex_cuda.nonfinite_rows import place_of
-from anyflex_cuda.packed_tile_list import LIST_HEADER, TILE_WORDS
+from anyflex_cuda.packed_tile_list import LIST_HEADER, LISTED_RUNS, RUNS_PLACE, TILE_WORDS
 from anyflex_cuda.smem_mailbox import WORDS, said, say
 from anyflex_cuda.split_tiles import (
     layout_of_products,
@@ -27,19 +27,21 @@ from anyflex_cuda.split_tiles import (
     reinterpret,
     store_parts,
 )
-from anyflex_triton.device_functions import SequenceTile
+from anyflex_triton.device_functions import FULL, SequenceTile
 
 __all__ = [
+    "listed_run",
     "listed_tile",
     "load_bounded",
     "load_sequence_keys",
     "page_numbers",
     "paged_buffers",
-    "place_of_item",
+    "record_of_item",
     "said_tile",
     "say_tile",
     "store_bounded",
     "store_first_rows",
+    "word_of",
 ]
 
 
@@ -47,30 +49,61 @@ __all__ = [
 # fmt: off
 
 @gluon.jit
-def place_of_item(tile_list, item, tiles, schedule):
-    """Return (pointer to the record of an item, its head). The heads of a group come one after the
-    other, because those of a KV head share its keys.
+def record_of_item(item, tiles, schedule):
+    """Return (the record of an item, its head). The heads of a group come one after the other,
+    because those of a KV head share its keys.
 
     Args:
-        item: number of a tile, counted over all heads.
+        item: number of a tile, counted over all heads; the record is 0 where there is none.
         tiles: number of tiles of a head.
     """
-    group = item // (tiles * schedule.head_group)
-    first_head = group * schedule.head_group
-    size = gl.minimum(schedule.head_group, schedule.heads - first_head)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    first_head = item * 0
+    if schedule.head_group < schedule.heads:
+        first_head = item // gl.maximum(tiles * schedule.head_group, 1) * schedule.head_group
+    size = gl.maximum(gl.minimum(schedule.head_group, schedule.heads - first_head), 1)
     at = item - first_head * tiles
-    return tile_list + LIST_HEADER + at // size * TILE_WORDS, first_head + at % size
+    place = schedule.tile_list + LIST_HEADER + at // size * TILE_WORDS
+    words = place + gl.arange(0, TILE_WORDS, layout=LAYOUT)
+    return gl.load(words, mask=item < tiles * schedule.heads, other=0), first_head + at % size
 
 
 @gluon.jit
-def listed_tile(place):
+def word_of(record, i):
+    """Return word `i` of a record, which lies across the lanes of a warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    return gl.sum(gl.where(gl.arange(0, TILE_WORDS, layout=LAYOUT) == i, record, 0), 0)
+
+
+@gluon.jit
+def listed_tile(record):
     """Return the `SequenceTile` of a record of `packed_tile_list`."""
-    end_row = gl.load(place + 3)
+    end_row = word_of(record, 3)
     return SequenceTile(
-        row=gl.load(place), owner=gl.load(place + 1), first_row=gl.load(place + 2),
-        end_row=end_row, last_row=end_row - 1, is_padding=None, b=gl.load(place + 4),
-        shift=gl.load(place + 5), kv_begin=gl.load(place + 6), kv_length=gl.load(place + 7),
+        row=word_of(record, 0), owner=word_of(record, 1), first_row=word_of(record, 2),
+        end_row=end_row, last_row=end_row - 1, is_padding=None, b=word_of(record, 4),
+        shift=word_of(record, 5), kv_begin=word_of(record, 6), kv_length=word_of(record, 7),
     )
+
+
+@gluon.jit
+def listed_run(tile, mask, i, run, kv_length):
+    """Return `bounded_run` of a tile's run, from its record if that has it.
+
+    Args:
+        tile: `hopper_forward.LoadedTile`. i: number of the run within the tile.
+    """
+    if tile.lists_steps != 0 and i < LISTED_RUNS:
+        begin = word_of(tile.record, RUNS_PLACE + i * 3)
+        end = word_of(tile.record, RUNS_PLACE + 1 + i * 3)
+        kind = word_of(tile.record, RUNS_PLACE + 2 + i * 3)
+    else:
+        at = mask.runs + run * 3
+        begin = gl.load(at)
+        end = gl.load(at + 1)
+        kind = gl.load(at + 2)
+    end = gl.minimum(end * mask.KV_BLOCK, kv_length)
+    return begin * mask.KV_BLOCK, end, kind == FULL
 
 
 @gluon.jit
