@@ -277,7 +277,8 @@ def decode_program(
     from anyflex_cuda import hopper_decode
 
     boxes, is_stored = boxes_for(spec, tiles), spec.kv_storage != "plain"
-    is_whole = boxes["k_desc"][2] == tiles.block_n
+    is_simple = boxes["k_desc"][2] == tiles.block_n
+    is_simple = is_simple and (spec.q_layout != "packed" or plan == decode_steps.NONE.value)
     of_keys = STORED_TYPES.get(spec.kv_storage, spec.dtype)
     return made.program(
         hopper_decode.decode_kernel,
@@ -294,8 +295,9 @@ def decode_program(
             **wanted,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
-            # Several pages a step take more of them, and places of scales.
-            "PRODUCER_REGISTERS": 56 if is_stored else 24 if is_whole else 40,
+            # Several pages a step take more of them, listed steps of a packed call, and places of
+            # scales.
+            "PRODUCER_REGISTERS": 56 if is_stored else 24 if is_simple else 40,
         },
         Options(4, 1, (("maxnreg", tiles.most_registers),)),
         types={

@@ -55,13 +55,13 @@ from anyflex_cuda.nonfinite_rows import (
     seen_nonfinite,
 )
 from anyflex_cuda.packed_steps import (
+    SHARE_FACTS,
     SHARE_WORDS,
     KeyPlaces,
-    key_places,
     lists_place,
     page_at,
-    rows_of_sequence,
     shares_place,
+    unit_facts,
 )
 from anyflex_cuda.smem_mailbox import said, say
 from anyflex_cuda.split_tiles import layout_of_products, load_box, reinterpret
@@ -262,6 +262,12 @@ WORDS = gl.constexpr(2)
 # Shared by producer and consumer
 
 @gluon.jit
+def share_place(plan):
+    """Return the pointer to this program's share of a packed call."""
+    return plan.edges + shares_place(plan.batch) + gl.program_id(0) * SHARE_WORDS
+
+
+@gluon.jit
 def share_of_program(plan):
     """Return this program's `Share`."""
     program = gl.program_id(0)
@@ -274,7 +280,7 @@ def share_of_program(plan):
         )
     else:
         count = plan.batch
-        place = plan.edges + shares_place(count) + program * SHARE_WORDS
+        place = share_place(plan)
         padding = gl.load(plan.sequences[1] + count)
         return Share(
             at=gl.load(place), end=gl.load(place + 1),
@@ -314,32 +320,12 @@ def unit_at(at, plan, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def unit_after(at, b, plan, WARPS: gl.constexpr):
-    """Return (b, KV head, step within the unit, number of the unit's steps) of step `at`.
+def unit_of(plan, b, kv_head, facts):
+    """Return the `Unit` of a batch entry, or sequence, and a KV head.
 
     Args:
-        b: of a packed call that of a step before, or of this one.
-        WARPS: number of the caller's warps.
+        facts: of a packed call, `packed_steps.unit_facts`.
     """
-    if plan.sequences is None:
-        b, kv_head, i, count = unit_at(at, plan, WARPS)
-    else:
-        before = gl.load(plan.edges + b)
-        end = gl.load(plan.edges + b + 1)
-        while end * plan.kv_heads <= at:
-            b += 1
-            before = end
-            end = gl.load(plan.edges + b + 1)
-        count = end - before
-        rest = at - before * plan.kv_heads
-        kv_head = rest // count
-        i = rest % count
-    return b, kv_head, i, count
-
-
-@gluon.jit
-def unit_of(plan, b, kv_head):
-    """Return the `Unit` of a batch entry, or sequence, and a KV head."""
     if plan.sequences is None:
         keys = KeyPlaces(first_row=0, table=None, last_page=None, length=plan.kv_length)
         return Unit(
@@ -347,12 +333,54 @@ def unit_of(plan, b, kv_head):
             keys=keys,
         )
     else:
-        first_row, rows = rows_of_sequence(plan.sequences, b, plan.q_length)
-        return Unit(
-            entry=b, b=0 * b, kv_head=kv_head, first_row=first_row, rows=rows,
-            mod_b=gl.load(plan.sequences[4] + b), q_shift=gl.load(plan.sequences[2] + b),
-            keys=key_places(plan.sequences, b, plan.PAGE),
+        table = plan.sequences[6]
+        if plan.PAGE > 0:
+            table += facts[5] * plan.sequences[12]
+        keys = KeyPlaces(
+            first_row=facts[4], table=table, last_page=plan.sequences[11] - 1, length=facts[6],
         )
+        return Unit(
+            entry=b, b=0 * b, kv_head=kv_head, first_row=facts[0], rows=facts[1],
+            mod_b=facts[2], q_shift=facts[3], keys=keys,
+        )
+
+
+@gluon.jit
+def unit_after(at, b, plan, share, WARPS: gl.constexpr):
+    """Return (b, step within the unit, number of the unit's steps, `Unit`) of step `at`.
+
+    Args:
+        b: of a packed call that of a step before, or of this one.
+        share: `Share`. Of a packed call the facts about its first unit are beside it: one load
+            finds them all, where others wait for each other.
+        WARPS: number of the caller's warps.
+    """
+    if plan.sequences is None:
+        b, kv_head, i, count = unit_at(at, plan, WARPS)
+        unit = unit_of(plan, b, kv_head, None)
+    else:
+        if at == share.at:
+            place = share_place(plan)
+            before = gl.load(place + 3)
+            count = gl.load(place + 4)
+            place += SHARE_FACTS
+            facts = (
+                gl.load(place), gl.load(place + 1), gl.load(place + 2), gl.load(place + 3),
+                gl.load(place + 4), gl.load(place + 5), gl.load(place + 6),
+            )
+        else:
+            before = gl.load(plan.edges + b)
+            end = gl.load(plan.edges + b + 1)
+            while end * plan.kv_heads <= at:
+                b += 1
+                before = end
+                end = gl.load(plan.edges + b + 1)
+            count = end - before
+            facts = unit_facts(plan.sequences, b, plan.q_length, plan.PAGE)
+        rest = at - before * plan.kv_heads
+        i = rest % count
+        unit = unit_of(plan, b, rest // count, facts)
+    return b, i, count, unit
 
 
 @gluon.jit
@@ -442,14 +470,13 @@ def load_ahead(loads, ring, plan, share):
     more than there are slots."""
     ahead = gl.to_tensor(0)
     if plan.sequences is None or share.at < share.end:
-        b, kv_head, i, count = unit_after(share.at, share.b, plan, 4)
-        unit = unit_of(plan, b, kv_head)
+        _, i, count, unit = unit_after(share.at, share.b, plan, share, 4)
         part = gl.minimum(share.end - share.at, count - i)
         ahead = gl.minimum(loaded_steps(plan, unit, i, part), ring.STAGES)
         for step in range(ahead):
             first = (i + step) * plan.BLOCK_N
             pages = pages_of_step(loads, plan, unit, first)
-            load_step(loads, ring, step, pages, kv_head, unit.keys.first_row + first, plan)
+            load_step(loads, ring, step, pages, unit.kv_head, unit.keys.first_row + first, plan)
     return ahead
 
 
@@ -465,9 +492,8 @@ def produce(loads, ring, plan, share, ahead):
     b = share.b
     step = gl.to_tensor(0)
     while at < share.end:
-        b, kv_head, i, count = unit_after(at, b, plan, 1)
+        b, i, count, unit = unit_after(at, b, plan, share, 1)
         part = gl.minimum(share.end - at, count - i)
-        unit = unit_of(plan, b, kv_head)
         keys = unit.keys
         begin = i
         if PLAN == NONE and step == 0:
@@ -482,7 +508,7 @@ def produce(loads, ring, plan, share, ahead):
             if PLAN != NONE:
                 say(ring.words, slot * WORDS, first)
                 say(ring.words, slot * WORDS + 1, kind)
-            load_step(loads, ring, slot, pages, kv_head, keys.first_row + first, plan)
+            load_step(loads, ring, slot, pages, unit.kv_head, keys.first_row + first, plan)
             if loads.STORED != "plain":
                 load_step_scales(
                     loads.k_scale, loads.v_scale, ring, slot, unit, first, kind, plan.PAGE,
@@ -737,15 +763,14 @@ def consume(call, share):
                 plan.edges, b, u % plan.kv_heads, plan.kv_heads, plan.unit_steps, PLAN,
             )
             if count == 0:
-                write_dead(outputs, unit_of(plan, b, u % plan.kv_heads))
+                write_dead(outputs, unit_of(plan, b, u % plan.kv_heads, None))
     at = share.at
     b = share.b
     step = gl.to_tensor(0)
     while at < share.end:
-        b, kv_head, i, count = unit_after(at, b, plan, 4)
+        b, i, count, unit = unit_after(at, b, plan, share, 4)
         part = gl.minimum(share.end - at, count - i)
-        unit = unit_of(plan, b, kv_head)
-        u = b * plan.kv_heads + kv_head
+        u = b * plan.kv_heads + unit.kv_head
         if call.ADDS:
             found = gl.load(call.counts + u, volatile=True)
         queries = load_queries(call, unit)

@@ -19,6 +19,7 @@ from anyflex_triton.device_functions import line_of_sequence, mask_row, record
 
 __all__ = [
     "COUNTS",
+    "SHARE_FACTS",
     "SHARE_WORDS",
     "KeyPlaces",
     "key_places",
@@ -28,6 +29,7 @@ __all__ = [
     "rows_of_sequence",
     "share_kernel",
     "shares_place",
+    "unit_facts",
 ]
 
 # Argument lists would be a line an argument.
@@ -35,9 +37,12 @@ __all__ = [
 
 COUNTS = tl.constexpr(2)
 """Numbers behind the edges: programs that have a share, and groups of them."""
-SHARE_WORDS = tl.constexpr(4)
-"""Numbers of a program's share: its first step, the end, the sequence of the first step, and one
-that aligns the next share."""
+SHARE_WORDS = tl.constexpr(16)
+"""Numbers of a program's share: its first step, the end, the sequence of the first step, the steps
+of all earlier sequences and of this one's units, and its `unit_facts`; the rest aligns the next
+share. So a program needs no other numbers for its first loads."""
+SHARE_FACTS = tl.constexpr(5)
+"""Place of `unit_facts` in a share."""
 _LANES = tl.constexpr(256)
 """Sequences, or programs, that `share_kernel` looks at together."""
 _LEAST_STEPS = tl.constexpr(2)
@@ -92,6 +97,20 @@ def key_places(sequences, s, PAGE: tl.constexpr):
     return KeyPlaces(
         first_row=first_row, table=line, last_page=size - 1, length=tl.maximum(length, 0),
     )
+
+
+@triton.jit
+def unit_facts(sequences, s, total_rows, PAGE: tl.constexpr):
+    """Return what a program must know of a sequence, or of several: first query row and number of
+    rows, what mods see as b, what is added to rows for q_idx; first row in packed keys, line of
+    the page table, number of keys."""
+    first_row, rows = rows_of_sequence(sequences, s, total_rows)
+    places = key_places(sequences, s, PAGE)
+    line = 0 * s
+    if PAGE > 0:
+        line = line_of_sequence(sequences, s)
+    mod_b, q_shift = tl.load(sequences[4] + s), tl.load(sequences[2] + s)
+    return first_row, rows, mod_b, q_shift, 0 * s + places.first_row, line, places.length
 
 
 @triton.jit
@@ -220,9 +239,17 @@ def share_kernel(
             low = tl.where(passed, middle + 1, low)
             left = left // 2
         place = shares + program * SHARE_WORDS
-        tl.store(place, at, mask=program < programs)
-        tl.store(place + 1, end, mask=program < programs)
-        tl.store(place + 2, tl.minimum(low, count - 1), mask=program < programs)
+        there = program < programs
+        s = tl.minimum(low, count - 1)
+        earlier = tl.load(edges + s)
+        tl.store(place, at, mask=there)
+        tl.store(place + 1, end, mask=there)
+        tl.store(place + 2, s, mask=there)
+        tl.store(place + 3, earlier, mask=there)
+        tl.store(place + 4, tl.load(edges + s + 1) - earlier, mask=there)
+        facts = unit_facts(sequences, s, q_length, PAGE)
+        for i in tl.static_range(7):
+            tl.store(place + SHARE_FACTS + i, facts[i], mask=there)
 
 
 @triton.jit
