@@ -42,6 +42,7 @@ class Machine:
     Args:
         tiles: row of runs of each tile, in blocks.
         shares: whether out is written to the queries' buffer.
+        slots: number of tiles whose queries there is room for.
         early: whether to leave out the wait for the previous tile, for a test of this test.
     """
 
@@ -52,17 +53,18 @@ class Machine:
     stages: int
     consumers: int
     shares: bool
+    slots: int = 1
     early: bool = False
     seen: dict[tuple[int, int], list[tuple[int, int, bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.q_full = [Barrier(1) for _ in range(self.consumers)]
+        self.q_full = [Barrier(1) for _ in range(self.consumers * self.slots)]
         self.k_full = [Barrier(1) for _ in range(self.stages)]
         self.v_full = [Barrier(1) for _ in range(self.stages)]
         self.k_empty = [Barrier(self.consumers) for _ in range(self.stages)]
         self.v_empty = [Barrier(self.consumers) for _ in range(self.stages)]
         self.passed = Barrier(self.consumers)
-        self.queries: list[object] = [None] * self.consumers
+        self.queries: list[object] = [None] * (self.consumers * self.slots)
         self.keys: list[object] = [None] * self.stages
         self.values: list[object] = [None] * self.stages
 
@@ -90,30 +92,36 @@ class Machine:
             found += [(key, stop, True) for key in range(begin, stop, self.block_n)]
         return found
 
+    def place(self, turn: int, c: int) -> int:
+        return turn % self.slots * self.consumers + c
+
     def produce(self) -> Steps:
-        step = empties = before = 0
+        step = empties = before = previous = 0
+        earlier = -1
         stages = self.stages
 
         def await_tile() -> Steps:
             if self.early:
                 return
-            if before == 1:
-                while not self.k_empty[(step - 1) % stages].passed(((step - 1) // stages) & 1):
-                    yield
-            elif before == 2:
+            if before == 2:
                 while not self.passed.passed((empties - 1) & 1):
+                    yield
+            elif earlier >= 0 and step - earlier <= stages:
+                while not self.k_empty[earlier % stages].passed((earlier // stages) & 1):
                     yield
 
         def load_queries(number: int, counts: tuple[int, int]) -> Steps:
             yield from await_tile()
             for c in range(self.consumers):
-                self.queries[c] = (number, counts)
-                self.q_full[c].arrive()
+                self.queries[self.place(number, c)] = (number, counts)
+                self.q_full[self.place(number, c)].arrive()
                 yield
 
         for number, runs in enumerate(self.tiles):
             counts = self.count(runs)
             first_step = step
+            earlier = (step if self.slots == 1 else previous) - 1
+            previous = step
             for piece in self.pieces(runs):
                 slot, phase = step % stages, ((step // stages) & 1) ^ 1
                 while not self.k_empty[slot].passed(phase):
@@ -135,18 +143,20 @@ class Machine:
                 empties, before = empties + 1, 2
             else:
                 before = 1
+        earlier = (step if self.slots == 1 else previous) - 1
         yield from await_tile()
         for c in range(self.consumers):
-            self.queries[c] = None
-            self.q_full[c].arrive()
+            self.queries[self.place(len(self.tiles), c)] = None
+            self.q_full[self.place(len(self.tiles), c)].arrive()
 
     def consume(self, me: int) -> Steps:
         step = turn = 0
         stages = self.stages
-        while not self.q_full[me].passed(0):
+        place = me
+        while not self.q_full[place].passed(0):
             yield
-        while self.queries[me] is not None:
-            held = self.queries[me]
+        while self.queries[place] is not None:
+            held = self.queries[place]
             assert isinstance(held, tuple)
             number, (masked, plain) = held
             pieces = self.seen.setdefault((me, number), [])
@@ -162,7 +172,7 @@ class Machine:
                         yield
                 yield
                 # Products read their operands until here.
-                assert self.keys[slot] == loaded and self.queries[me] == held
+                assert self.keys[slot] == loaded and self.queries[place] == held
                 self.k_empty[slot].arrive()
                 yield
                 if i:
@@ -181,10 +191,11 @@ class Machine:
                 self.passed.arrive()
             yield
             if self.shares:
-                assert self.queries[me] == held
+                assert self.queries[place] == held
                 self.passed.arrive()
             turn += 1
-            while not self.q_full[me].passed(turn & 1):
+            place = self.place(turn, me)
+            while not self.q_full[place].passed((turn // self.slots) & 1):
                 yield
 
     def run(self, chance: random.Random) -> None:
@@ -222,10 +233,9 @@ def machine(chance: random.Random, early: bool = False) -> Machine:
     kv_block = chance.choice([64, 96, 128, 256])
     consumers = chance.choice([2, 2, 3])
     tiles = [drawn_runs(chance, -(-length // kv_block)) for _ in range(chance.randint(1, 6))]
-    return Machine(
-        tiles, length, kv_block, 128, chance.choice([2, 2, 3]), consumers,
-        chance.random() < 0.3, early,
-    )  # fmt: skip
+    stages, shares = chance.choice([2, 2, 3]), chance.random() < 0.3
+    slots = 1 if shares else chance.choice([1, 2])
+    return Machine(tiles, length, kv_block, 128, stages, consumers, shares, slots, early)
 
 
 @pytest.mark.parametrize("part", range(8))

@@ -483,10 +483,10 @@ PROTOCOL = [
     for piece in (
         "mbarrier.wait(ring.k_empty.index(slot), phase)",
         "mbarrier.wait(ring.v_empty.index(slot), phase)",
-        "await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)",
+        "mbarrier.wait(k_empty.index(earlier % STAGES), (earlier // STAGES) & 1)",
         "mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)",
         "mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)",
-        "mbarrier.wait(queries.full.index(ME), turn & 1)",
+        "mbarrier.wait(queries.full.index(place), (turn // queries.SLOTS) & 1)",
         "mbarrier.arrive(ring.k_empty.index(slot), count=1)",
         "mbarrier.arrive(ring.v_empty.index(before), count=1)",
         "tma.store_wait(0)",

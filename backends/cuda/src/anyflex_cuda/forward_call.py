@@ -93,6 +93,7 @@ class Tiles(NamedTuple):
             have values of 128 columns.
         dynamic: whether programs take the next free tile; else each takes every n-th.
         registers: registers per thread of the consumers, and of the producer.
+        query_slots: number of tiles whose queries are in shared memory.
     """
 
     consumers: int
@@ -104,6 +105,7 @@ class Tiles(NamedTuple):
     chains: int
     dynamic: bool
     registers: tuple[int, int]
+    query_slots: int = 1
 
     @property
     def block_m(self) -> int:
@@ -288,6 +290,7 @@ def program_for(
             "SHARES_ROOM": shares_room(made.spec),
             "DV": sum(value_parts_of(made.spec)),
             "CONSUMERS": tiles.consumers,
+            "QUERY_SLOTS": tiles.query_slots,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "CONSUMER_REGISTERS": tiles.registers[0],

@@ -91,6 +91,8 @@ class TileQueries:
         passed: barrier at which consumers arrive when they are done with a tile without steps;
             where out shares the queries' buffer, with any tile.
         own_words: words of `packed_tiles.say_tile`; None where queries aren't packed.
+        SLOTS: number of tiles whose queries and words there is room for: 1, or 2, so that the next
+            tile's queries are loaded while one is computed.
     """
 
     bufs: Any
@@ -99,6 +101,7 @@ class TileQueries:
     words: Any
     own_words: Any
     CONSUMERS: Any
+    SLOTS: Any
 
 
 @record
@@ -108,7 +111,8 @@ class LoadedTile:
     Attributes:
         masked, plain: number of steps that may have dead pairs, and of the other steps.
         first_step: number of the tile's first step, counted over all tiles.
-        empties, before: arguments of `await_tile`.
+        turn: number of the tile.
+        empties, before, earlier: arguments of `await_tile`.
         record: where queries are packed the tile's record of `packed_tile_list`, b then being 0;
             else None.
         lists_steps: whether the record has the tile's runs.
@@ -124,8 +128,10 @@ class LoadedTile:
     masked: Any
     plain: Any
     first_step: Any
+    turn: Any
     empties: Any
     before: Any
+    earlier: Any
     record: Any = None
     lists_steps: Any = None
     kv_begin: Any = None
@@ -297,26 +303,49 @@ def count_steps(
 
 
 @gluon.jit
-def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
-    """Wait until no consumer reads the previous tile's queries or mailbox words any more: each has
-    the scores of that tile's last step.
+def place_of_queries(turn, c, queries):
+    """Return the place of consumer `c`'s queries and words about a tile, given its number."""
+    if queries.SLOTS == 1:
+        return c
+    else:
+        return turn % queries.SLOTS * queries.CONSUMERS + c
+
+
+@gluon.jit
+def last_awaited(previous, step, queries):
+    """Return `await_tile`'s `earlier`, given the first steps of the previous tile and of this one:
+    the last step of the tile that had this one's place."""
+    if queries.SLOTS == 1:
+        return step - 1
+    else:
+        return previous - 1
+
+
+@gluon.jit
+def await_tile(k_empty, passed, step, empties, before, earlier, STAGES: gl.constexpr):
+    """Wait until no consumer reads the queries or mailbox words any more of the tile that had
+    their place: each has the scores of that tile's last step, or of a later tile's.
 
     Args:
         step: number of the next step.
         empties: number of tiles without a step so far; where queries and out share a buffer,
             number of all tiles.
-        before: 0 if there was no previous tile; 2 if `passed` signals its end; else 1.
+        before: 2 if `passed` signals the end of the previous tile; else 0 or 1.
+        earlier: number of that last step, or -1.
     """
-    if before == 1:
-        mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
-    elif before == 2:
+    if before == 2:
         mbarrier.wait(passed, (empties - 1) & 1)
+    elif (earlier >= 0) & (step - earlier <= STAGES):
+        # A later step's load has waited for earlier ones.
+        mbarrier.wait(k_empty.index(earlier % STAGES), (earlier // STAGES) & 1)
 
 
 @gluon.jit
 def load_queries(descs, queries, ring, tile, step):
     """Load a tile's query rows, and write its mailbox words, for each consumer."""
-    await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)
+    await_tile(
+        ring.k_empty, queries.passed, step, tile.empties, tile.before, tile.earlier, ring.STAGES,
+    )
     if tile.record is None:
         own = None
         first_row = tile.first_row
@@ -324,17 +353,18 @@ def load_queries(descs, queries, ring, tile, step):
         own = listed_tile(tile.record)
         first_row = own.first_row
     for c in gl.static_range(queries.CONSUMERS):
-        say(queries.words, c * WORDS, first_row)
-        say(queries.words, c * WORDS + 1, tile.b)
-        say(queries.words, c * WORDS + 2, tile.h)
-        say(queries.words, c * WORDS + 3, tile.masked)
-        say(queries.words, c * WORDS + 4, tile.plain)
+        at = place_of_queries(tile.turn, c, queries)
+        say(queries.words, at * WORDS, first_row)
+        say(queries.words, at * WORDS + 1, tile.b)
+        say(queries.words, at * WORDS + 2, tile.h)
+        say(queries.words, at * WORDS + 3, tile.masked)
+        say(queries.words, at * WORDS + 4, tile.plain)
         if own is not None:
-            say_tile(queries.own_words, c, own)
-        mbarrier.expect(queries.full.index(c), ROWS * descs.D * 2)
+            say_tile(queries.own_words, at, own)
+        mbarrier.expect(queries.full.index(at), ROWS * descs.D * 2)
         if own is None:
             load_parts(
-                descs.q, queries.bufs, c, queries.full.index(c), tile.b, tile.h,
+                descs.q, queries.bufs, at, queries.full.index(at), tile.b, tile.h,
                 first_row + c * ROWS,
             )
         else:
@@ -343,7 +373,7 @@ def load_queries(descs, queries, ring, tile, step):
             first = first_row + c * ROWS
             first = gl.where(first < own.end_row, first, first_row)
             load_bounded(
-                descs.q, queries.bufs, c, queries.full.index(c), tile.h, first, own.end_row,
+                descs.q, queries.bufs, at, queries.full.index(at), tile.h, first, own.end_row,
             )
 
 
@@ -482,7 +512,7 @@ def produce_packed(
     descs, queries, ring, step_words, mask, schedule, SHARES_ROOM: gl.constexpr,
 ):
     """Produce tiles of packed queries, in the order of their list. Return what `load_tile`
-    returns.
+    returns, the last tile's first step, and the number of tiles.
 
     While a tile is loaded, the next one's record and the number of the one after it are in flight:
     tiles of short sequences would wait for both.
@@ -490,6 +520,8 @@ def produce_packed(
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
+    previous = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     tiles = gl.load(schedule.tile_list)
     lists_steps = gl.load(schedule.tile_list + 1)
     count = tiles * schedule.heads
@@ -521,16 +553,19 @@ def produce_packed(
                 )
         loaded = LoadedTile(
             b=0 * h, h=h, kv_b=0 * h, kv_head=h // schedule.GROUP, first_row=None,
-            masked=masked, plain=plain, first_step=step, empties=empties, before=before,
-            record=record, lists_steps=lists_steps, kv_begin=word_of(record, 6), pages=pages,
+            masked=masked, plain=plain, first_step=step, turn=turn, empties=empties, before=before,
+            earlier=last_awaited(previous, step, queries), record=record, lists_steps=lists_steps,
+            kv_begin=word_of(record, 6), pages=pages,
         )
+        previous = step
+        turn += 1
         step, empties, before = load_tile(
             descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, SHARES_ROOM,
         )
         at = following
         record = next_record
         h = next_h
-    return step, empties, before
+    return step, empties, before, previous, turn
 
 
 @gluon.jit
@@ -538,11 +573,13 @@ def produce_dense(
     descs, queries, ring, step_words, mask, schedule, kv_length, EVEN: gl.constexpr,
     SHARES_ROOM: gl.constexpr,
 ):
-    """Produce the tiles of dense queries. Return what `load_tile` returns."""
+    """Produce the tiles of dense queries. Return what `produce_packed` returns."""
     BLOCK_M: gl.constexpr = queries.CONSUMERS * ROWS
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
+    previous = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     count = schedule.tiles * schedule.batch_heads
     at = gl.program_id(0)
     while at < count:
@@ -567,13 +604,16 @@ def produce_dense(
         masked, plain = count_steps(mask, run, last_run, kv_length, EVEN, ring.BLOCK_N, False)
         loaded = LoadedTile(
             b=b, h=h, kv_b=kv_b, kv_head=kv_head, first_row=first_row, masked=masked, plain=plain,
-            first_step=step, empties=empties, before=before,
+            first_step=step, turn=turn, empties=empties, before=before,
+            earlier=last_awaited(previous, step, queries),
         )
+        previous = step
+        turn += 1
         step, empties, before = load_tile(
             descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, SHARES_ROOM,
         )
         at = following
-    return step, empties, before
+    return step, empties, before, previous, turn
 
 
 @gluon.jit
@@ -582,18 +622,20 @@ def produce(
     SHARES_ROOM: gl.constexpr,
 ):
     if schedule.sequences is None:
-        step, empties, before = produce_dense(
+        step, empties, before, previous, turn = produce_dense(
             descs, queries, ring, step_words, mask, schedule, kv_length, EVEN, SHARES_ROOM,
         )
     else:
-        step, empties, before = produce_packed(
+        step, empties, before, previous, turn = produce_packed(
             descs, queries, ring, step_words, mask, schedule, SHARES_ROOM,
         )
     # Tell the consumers that there are no more tiles.
-    await_tile(ring.k_empty, queries.passed, step, empties, before, ring.STAGES)
+    earlier = last_awaited(previous, step, queries)
+    await_tile(ring.k_empty, queries.passed, step, empties, before, earlier, ring.STAGES)
     for c in gl.static_range(queries.CONSUMERS):
-        say(queries.words, c * WORDS, -1)
-        mbarrier.arrive(queries.full.index(c), count=1)
+        at = place_of_queries(turn, c, queries)
+        say(queries.words, at * WORDS, -1)
+        mbarrier.arrive(queries.full.index(at), count=1)
 
 
 # The consumers
@@ -707,12 +749,16 @@ def weights_of(
 
 
 @gluon.jit
-def products_of_keys(q_bufs, k_bufs, ME: gl.constexpr, slot, S_LAYOUT: gl.constexpr):
-    """Return a step's scores, in flight."""
+def products_of_keys(q_bufs, k_bufs, place, slot, S_LAYOUT: gl.constexpr):
+    """Return a step's scores, in flight.
+
+    Args:
+        place: from `place_of_queries`.
+    """
     BLOCK_N: gl.constexpr = k_bufs[0].shape[3]
     later = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     for p in gl.static_range(len(k_bufs)):
-        q = q_bufs[p].index(ME).reshape([ROWS, q_bufs[p].shape[4]])
+        q = q_bufs[p].index(place).reshape([ROWS, q_bufs[p].shape[4]])
         k = k_bufs[p].index(slot).reshape([BLOCK_N, k_bufs[p].shape[4]]).permute((1, 0))
         later = warpgroup_mma(q, k, later, use_acc=p > 0, is_async=True)
     return later
@@ -760,7 +806,7 @@ def with_tables(inputs, tables):
 
 @gluon.jit
 def advance(
-    step, handed, acc, softmax, masked, inputs, kv_length, mods, call, ME: gl.constexpr,
+    step, handed, acc, softmax, masked, inputs, kv_length, mods, call, place,
     MASKED: gl.constexpr, EVEN: gl.constexpr,
 ):
     """Take one step: issue its scores, multiply the previous step's weights (`handed`) with their
@@ -778,7 +824,7 @@ def advance(
         # all pairs' conditions above the scores and keep them as bits.
         masked = said(call.step_words, slot * WORDS + 2) >= 0
     tables = tables_of_step(inputs, mods, first, kv_length, ring.BLOCK_N)
-    raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
+    raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, place, slot, S_LAYOUT)
     mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
     acc_later = products_of_handed(handed, ring.v_bufs, before, acc, call.APART)
     tables = with_pairs(tables, inputs, mods, first, ring.BLOCK_N)
@@ -819,13 +865,14 @@ def consume(call, ME: gl.constexpr):
     ALWAYS: gl.constexpr = mods.SCORE_MOD is not None or mods.READ_COLUMNS is not None
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    mbarrier.wait(queries.full.index(ME), 0)
-    first_row = said(queries.words, ME * WORDS)
+    place = place_of_queries(turn, ME, queries)
+    mbarrier.wait(queries.full.index(place), 0)
+    first_row = said(queries.words, place * WORDS)
     while first_row >= 0:
-        b = said(queries.words, ME * WORDS + 1)
-        h = said(queries.words, ME * WORDS + 2)
-        masked = said(queries.words, ME * WORDS + 3)
-        steps = masked + said(queries.words, ME * WORDS + 4)
+        b = said(queries.words, place * WORDS + 1)
+        h = said(queries.words, place * WORDS + 2)
+        masked = said(queries.words, place * WORDS + 3)
+        steps = masked + said(queries.words, place * WORDS + 4)
         first_row += ME * ROWS
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
@@ -835,7 +882,7 @@ def consume(call, ME: gl.constexpr):
             q_shift = shifts[2]
             kv_length = call.kv_length
         else:
-            own = said_tile(queries.own_words, ME, first_row)
+            own = said_tile(queries.own_words, place, first_row)
             mod_b += own.b
             end_row = own.end_row
             q_shift = shifts[2] + own.shift
@@ -869,7 +916,7 @@ def consume(call, ME: gl.constexpr):
                 call.step_words, slot, masked > 0, MASKED, EVEN, ALWAYS,
             )
             first_read = tables_of_step(inputs, mods, first, kv_length, ring.BLOCK_N)
-            raw_later = products_of_keys(queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
+            raw_later = products_of_keys(queries.bufs, ring.k_bufs, place, slot, S_LAYOUT)
             first_read = with_pairs(first_read, inputs, mods, first, ring.BLOCK_N)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(ring.k_empty.index(slot), count=1)
@@ -882,14 +929,14 @@ def consume(call, ME: gl.constexpr):
             # Steps that may have dead pairs come first.
             for i in range(1, masked if APART else steps):
                 handed, acc, softmax = advance(
-                    step, handed, acc, softmax, i < masked, inputs, kv_length, mods, call, ME,
+                    step, handed, acc, softmax, i < masked, inputs, kv_length, mods, call, place,
                     MASKED, EVEN,
                 )
                 step += 1
             if APART:
                 for _ in range(gl.maximum(masked, 1), steps):
                     handed, acc, softmax = advance(
-                        step, handed, acc, softmax, False, inputs, kv_length, mods, call, ME,
+                        step, handed, acc, softmax, False, inputs, kv_length, mods, call, place,
                         False, True,
                     )
                     step += 1
@@ -950,8 +997,10 @@ def consume(call, ME: gl.constexpr):
             tma.store_wait(0)
             mbarrier.arrive(queries.passed, count=1)
         turn += 1
-        mbarrier.wait(queries.full.index(ME), turn & 1)
-        first_row = said(queries.words, ME * WORDS)
+        if queries.SLOTS > 1:
+            place = place_of_queries(turn, ME, queries)
+        mbarrier.wait(queries.full.index(place), (turn // queries.SLOTS) & 1)
+        first_row = said(queries.words, place * WORDS)
     tma.store_wait(0)
 
 
@@ -969,8 +1018,8 @@ def forward_kernel(
     D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
     WANT_REST: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, PINNED: gl.constexpr,
     SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr, SHARES_ROOM: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, QUERY_SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Forward kernel: each program takes tiles of 64 * CONSUMERS query rows of one head until none
     are left.
@@ -1002,7 +1051,7 @@ def forward_kernel(
     v_descs = descriptors(v_desc, v2_desc)
     o_descs = descriptors(o_desc, o2_desc)
     r_descs = descriptors(r_desc, r2_desc)
-    q_bufs = buffers(q_descs, CONSUMERS)
+    q_bufs = buffers(q_descs, CONSUMERS * QUERY_SLOTS)
     if SHARES_ROOM:
         o_bufs = q_bufs[: len(o_descs)]
     else:
@@ -1017,18 +1066,22 @@ def forward_kernel(
     else:
         k_bufs = paged_buffers(k_descs, STAGES, BLOCK_N, D)
         v_bufs = paged_buffers(v_descs, STAGES, BLOCK_N, DV)
-    tile_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
+    tile_words = gl.allocate_shared_memory(
+        gl.int32, [CONSUMERS * QUERY_SLOTS * WORDS, 1], WORD
+    )
     step_words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
     own_words = None
     if sequences is not None:
-        own_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
+        own_words = gl.allocate_shared_memory(
+            gl.int32, [CONSUMERS * QUERY_SLOTS * WORDS, 1], WORD
+        )
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * QUERY_SLOTS, 1], ONE_ROW)
     passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
-    for c in gl.static_range(CONSUMERS):
+    for c in gl.static_range(CONSUMERS * QUERY_SLOTS):
         mbarrier.init(q_full.index(c), count=1)
     mbarrier.init(passed, count=CONSUMERS)
     for s in gl.static_range(STAGES):
@@ -1048,7 +1101,7 @@ def forward_kernel(
     )
     queries = TileQueries(
         bufs=q_bufs, full=q_full, passed=passed, words=tile_words, own_words=own_words,
-        CONSUMERS=CONSUMERS,
+        CONSUMERS=CONSUMERS, SLOTS=QUERY_SLOTS,
     )
     ring = KeyRing(
         k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, k_empty=k_empty, v_full=v_full,

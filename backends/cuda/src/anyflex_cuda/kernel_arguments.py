@@ -62,7 +62,8 @@ ARGUMENTS = (
     # Tiles and warps
     Arguments(("STAGES",), None, "pipeline stages: steps whose tiles are in shared memory"),
     Arguments(("DYNAMIC",), None, "whether programs take the next free tile; else every n-th"),
-    Arguments(("PINNED", "SKIPS", "APART", "CHAINS", "SHARES_ROOM", "CONSUMERS"), None,
+    Arguments(("PINNED", "SKIPS", "APART", "CHAINS", "SHARES_ROOM", "CONSUMERS",
+               "QUERY_SLOTS"), None,
               "fields of `forward_call.Tiles`; whether out is stored from the queries' buffers"),
     Arguments(("PIECE",), None, "columns that a thread holds at a time"),
     Arguments(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "GROUP_REGISTERS", "OTHER_REGISTERS"),

@@ -71,7 +71,12 @@ def tiles_of_packed(spec: Spec) -> Tiles:
     tiles = tiles_for(spec)
     if tiles.consumers == 2:
         # The producer reads records, and with small pages looks up several for each step.
-        return tiles._replace(registers=(224, 64) if spec.page_size % 64 else (232, 40))
+        tiles = tiles._replace(registers=(216, 72) if spec.page_size % 64 else (224, 56))
+    is_plain = spec.score_graph is None and not spec.captured
+    if is_plain and max(spec.head_dim, spec.value_head_dim) <= 128:
+        # Tiles of short sequences have few steps to load the next one's queries in. Mods that
+        # read take more shared memory.
+        tiles = tiles._replace(query_slots=2)
     return tiles
 
 
