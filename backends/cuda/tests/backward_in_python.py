@@ -54,6 +54,7 @@ class Case:
         odd: whether some elements are non-finite.
         learns: whether the score mod reads tensors that learn, by head and by key.
         by_pair: whether it reads another one by the distance of query and key.
+        dense: whether it reads one that doesn't learn for each pair.
         repeatable: whether torch's deterministic mode is on.
         again: whether the call is made a second time, with fixed launches.
         cores: number of the device's multiprocessors; with many of them, KV heads are split.
@@ -70,6 +71,7 @@ class Case:
     odd: bool = False
     learns: bool = False
     by_pair: bool = False
+    dense: bool = False
     repeatable: bool = False
     again: bool = False
     cores: int = 0
@@ -182,6 +184,9 @@ CASES = [
         repeatable=True,
         launched=(*PORTABLE_DQ, "query_kernel", *["total_kernel"] * 3),
     ),
+    Case("dense", dense=True),
+    Case("dense, masked", keys=256, dims=(128, 128), mask=packed, dense=True),
+    Case("dense, not aligned", keys=201, dense=True),
     Case("split, plain", dims=(128, 64), again=True, cores=132, keys=260, launched=SPLIT),
     Case("split, odd", mask=packed, odd=True, cores=132, keys=260, launched=SPLIT),
     Case(
@@ -219,11 +224,11 @@ class InPython(CudaBackend):
 def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
     """Run a launch of Hopper's kernel, with the case's mods in numpy."""
     given: dict[str, Any] = {**program.constants}
-    given |= {
-        "SCORE_MOD": case.score,
-        "SCORE_MOD_BACKWARD": case.score_backward,
-        "MASK_MOD": case.mask,
-    }
+    given |= {"SCORE_MOD_BACKWARD": case.score_backward, "MASK_MOD": case.mask}
+    if case.dense:
+        given |= {name: mod_in_python(given[name]) for name in ("SCORE_MOD", "READ_STEP")}
+    else:
+        given["SCORE_MOD"] = case.score
     if given.get("CAPTURED_GRADIENTS") is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
@@ -278,6 +283,13 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
         def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
             s = fixed(s, b, h, i, j) * (1.0 + bias[h]) + by_key[0, j, b]
             return s + by_distance[i - j + case.keys] if case.by_pair else s
+
+    if case.dense:
+        numbers = (torch.arange(2 * case.rows * case.keys) * 0.37).sin().mul(3).half()
+        numbers = numbers.view(2, case.rows, case.keys)
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + numbers[h, i, j]
 
     mask = None
     if case.mask is not None:

@@ -34,6 +34,7 @@ Mod = Callable[..., Any]
 SLOPES = torch.linspace(0.1, 0.4, 4)
 LEARNED_SLOPES = torch.linspace(0.1, 0.4, 4, requires_grad=True)
 LEARNED_BY_DISTANCE = torch.zeros(4, 2 * LENGTH, requires_grad=True)
+BIASES = torch.zeros(4, LENGTH, LENGTH, dtype=torch.bfloat16)
 DOCUMENTS = torch.arange(LENGTH, dtype=torch.int32) // 100
 TABLES = [torch.zeros(LENGTH, 2, 1, 1, dtype=torch.int32) + i for i in range(9)]
 
@@ -60,6 +61,7 @@ CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
         lambda s, b, h, q, k: s + LEARNED_BY_DISTANCE[h, q - k + LENGTH],
         causal,
     ),
+    "dense": (lambda s, b, h, q, k: s + BIASES[h, q, k], causal),
     "documents": (None, lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)),
     "many": (None, many),
 }
@@ -81,6 +83,7 @@ MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("softcap", {"dims": (64, 64)}),
     ("documents", {}),
     ("many", {"dims": (64, 64)}),
+    ("dense", {}),
     ("distances that learn", {}),
     ("alibi", {"dims": (64, 128), "dtype": torch.float16}),
     ("full", {"dims": (256, 256)}),

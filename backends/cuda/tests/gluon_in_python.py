@@ -158,6 +158,10 @@ class Pointer:
         # The array keeps its identity: see `Device.stored`.
         self.array, self.at = array if array.ndim == 1 else array.reshape(-1), at
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.at)
+
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.array, self.at + offset)
 

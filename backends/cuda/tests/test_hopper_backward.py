@@ -108,7 +108,7 @@ class Case:
                 "units": units * (splits or 1), "tiles": tiles, "head_group": self.head_group,
                 "CAPTURED_GRADIENTS": None,
                 "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "RAGGED": ragged,
-                "WANT_DQ": self.want_dq, "BLOCK_M": block_m, "D": D, "DV": DV,
+                "READ_STEP": None, "WANT_DQ": self.want_dq, "BLOCK_M": block_m, "D": D, "DV": DV,
                 "DYNAMIC": self.dynamic,
             },
             self.seed,

@@ -52,7 +52,10 @@ DENSE: dict[str, tuple[Callable[..., Any], list[int]]] = {
     "by pair": (lambda s, b, h, q, k: s + TABLE[q, k], [0]),
     "of a head": (lambda s, b, h, q, k: s * TABLE[h, 0] + IMAGES[b % 2, h, q, k], [1]),
     "of chosen rows": (lambda s, b, h, q, k: s + TABLE[BUCKETS[q], k], [0]),
-    "twice": (lambda s, b, h, q, k: s * TABLE[q, k] + IMAGES[b, h, q // 2, k].exp(), [0, 1]),
+    "twice": (
+        lambda s, b, h, q, k: s * IMAGES[0, h, q, k] + IMAGES[b, h, q // 2, k].exp(),
+        [0, 0],
+    ),
 }
 NEITHER: dict[str, Callable[..., Any]] = {
     # Reading a slope by step takes more than multiplying it by a distance.

@@ -397,6 +397,8 @@ def _main(
         {
             **split.constants,
             **mod_constants(mods, totals),
+            "SCORE_MOD": mods.score_mod_of_dense or mods.score_mod,
+            "READ_STEP": mods.read_dense,
             "Q_BLOCK": blocks[0],
             "KV_BLOCK": blocks[1],
             "RAGGED": ragged,

@@ -434,6 +434,20 @@ def indices_of_step(m0, n0, call, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def tables_of_step(m0, head, call, MASKED: gl.constexpr):
+    """Return `call.tables` with the captured values that are read for a step's pairs at once."""
+    mods = call.mods
+    if mods.READ is None:
+        return call.tables
+    else:
+        q_idx, _ = indices_of_step(m0, head.n0, call, MASKED)
+        return mods.READ(
+            head.b + mods.shifts[0], head.h + mods.shifts[1], q_idx, head.n0 + mods.shifts[3],
+            call.tables, mods.ints, mods.floats, 64,
+        )
+
+
+@gluon.jit
 def in_order_of_threads(x):
     """Return [64, 64] in the layout of a product as [128, 32] in the order of threads: each thread
     has 4 neighbours and 8 threads have a row, so that each store is of 16 bytes. In row-major
@@ -533,6 +547,7 @@ def add_step(
     q = memory.q_tiles.index(slot).reshape([BLOCK_M, D])
     do = memory.do_tiles.index(slot).reshape([BLOCK_M, DV])
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
+    tables = tables_of_step(m0, head, call, MASKED)
     # This wait stands before dout's product is issued. Unless it leaves none in flight, ptxas
     # treats the products carried around the loop as unfinished, and serializes all products
     # (C7514).
@@ -546,8 +561,7 @@ def add_step(
     weights, factor, scores = weights_of(
         raw, lse2, gl.expand_dims(m0 + columns, 0), gl.expand_dims(places, 1), full,
         ModInputs(
-            b=head.b + shifts[0], h=head.h + shifts[1], q_idx=q_idx, kv_idx=kv_idx,
-            tables=call.tables,
+            b=head.b + shifts[0], h=head.h + shifts[1], q_idx=q_idx, kv_idx=kv_idx, tables=tables,
         ),
         q_length, kv_length, mods, gradients, MASKED, RAGGED,
     )
@@ -791,7 +805,7 @@ def backward_kernel(
     query, dout, key, value, row_values, dk, dv, key_sums, dq_sums, odd_keys, counter, offsets,
     ends, runs, mask_strides, tables, ints, floats, totals, shifts, scale, batch, heads, kv_heads,
     units, q_length, kv_length, tiles, head_group, head_splits, split_heads,
-    SCORE_MOD: gl.constexpr,
+    SCORE_MOD: gl.constexpr, READ_STEP: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -868,8 +882,8 @@ def backward_kernel(
         dq=DqMemory(ds_tiles=ds_tiles, dq_tiles=dq_tiles, desc=dq_sums, WANT_DQ=WANT_DQ),
         odd_keys=odd_keys, memory=memory, keys=keys, mask=mask, grid=grid, tables=tables,
         mods=Mods(
-            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
-            MASK_MOD=MASK_MOD,
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_STEP,
+            SCORE_MOD=SCORE_MOD, MASK_MOD=MASK_MOD,
         ),
         gradients=ModGradients(
             totals=totals, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD,

@@ -196,10 +196,29 @@ def layout_of_words(columns, size):
     )  # fmt: skip
 
 
+@triton.constexpr_function
+def layout_of_columns(keys, rows, size):
+    """Return a layout [keys, rows] of such words, of a product's transposed scores. A warp has
+    words of the keys of which it has scores."""
+    wide = 16 // size
+    registers = [[1 << i, 0] for i in range(wide.bit_length() - 1)]
+    lanes = [[1 << i, 0] for i in range(wide.bit_length() - 1, 4)]
+    places = [[0, 1 << i] for i in range(rows.bit_length() - 1)]
+    count = 5 - len(lanes)
+    return gl.DistributedLinearLayout(
+        reg_bases=registers + places[count:], lane_bases=lanes + places[:count],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[keys, rows],
+    )  # fmt: skip
+
+
 @gluon.jit
 def dense_rows(q_idx, SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return q_idx in the layout in which `load_dense` loads elements of SIZE bytes."""
-    return gl.convert_layout(q_idx, layout_of_words(BLOCK_N, SIZE), assert_trivial=True)
+    """Return q_idx, [ROWS, 1] or [1, rows], in the layout in which `load_dense` loads elements of
+    SIZE bytes."""
+    if q_idx.shape[1] == 1:
+        return gl.convert_layout(q_idx, layout_of_words(BLOCK_N, SIZE), assert_trivial=True)
+    else:
+        return gl.convert_layout(q_idx, layout_of_columns(BLOCK_N, q_idx.shape[1], SIZE))
 
 
 @gluon.jit
@@ -209,20 +228,28 @@ def load_dense(
     """Return [ROWS, BLOCK_N] elements of rows of this length, from first_kv on; 0 after their end.
 
     Args:
-        pointers: to rows, [ROWS, 1]; rows, their length and first_kv are multiples of 16 bytes.
+        pointers: to rows, [ROWS, 1], or to [1, rows], and then [BLOCK_N, rows] is returned. Rows,
+            their length and first_kv are multiples of 16 bytes.
         WHOLE: whether no element is after the end.
     """
     WIDE: gl.constexpr = 16 // SIZE
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, layout_of_words(BLOCK_N, SIZE))
-    columns = gl.expand_dims(gl.arange(0, BLOCK_N, layout=LAYOUT), 0)
     # Multiplications tell the compiler what is a multiple.
     first_kv = first_kv // WIDE * WIDE
-    at = gl.multiple_of(pointers + first_kv + columns, [1, 16])
+    if pointers.shape[1] == 1:
+        LAYOUT: gl.constexpr = gl.SliceLayout(0, layout_of_words(BLOCK_N, SIZE))
+        keys = gl.expand_dims(gl.arange(0, BLOCK_N, layout=LAYOUT), 0)
+        at = gl.multiple_of(pointers + first_kv + keys, [1, 16])
+    else:
+        OF_KEYS: gl.constexpr = gl.SliceLayout(
+            1, layout_of_columns(BLOCK_N, pointers.shape[1], SIZE)
+        )
+        keys = gl.expand_dims(gl.arange(0, BLOCK_N, layout=OF_KEYS), 1)
+        at = gl.multiple_of(pointers + first_kv + keys, [16, 1])
     if WHOLE:
         return gl.load(at)
     else:
         left = gl.cast(length, gl.int32) - first_kv
-        return gl.load(at, mask=columns // WIDE * WIDE < left, other=0.0)
+        return gl.load(at, mask=keys // WIDE * WIDE < left, other=0.0)
 
 
 @gluon.jit

@@ -161,8 +161,8 @@ class Mods(NamedTuple):
             nothing. Without both, the functions of read are `score_mod` and `mask_mod` themselves.
         mask_scores: function of `anyflex_triton.mods.mask_scores_source`, where a module has it;
             likewise its variant of read.
-        read_tile, read_step, score_mod_of_pairs: functions of `anyflex_triton.pair_reads`, where a
-            module has them.
+        read_tile, read_step, score_mod_of_pairs, read_dense, score_mod_of_dense: functions of
+            `anyflex_triton.pair_reads`, where a module has them.
     """
 
     key: object
@@ -179,6 +179,8 @@ class Mods(NamedTuple):
     read_tile: Any
     read_step: Any
     score_mod_of_pairs: Any
+    read_dense: Any
+    score_mod_of_dense: Any
 
     @classmethod
     def of(cls, key: object, functions: Mapping[str, Any], unscored: Any = None) -> Mods:

@@ -44,6 +44,8 @@ __all__ = ["dense_tables", "pair_kinds", "pair_reads_source"]
 
 _MOST = 2
 """Maximum number of values of each kind: a period's keeps 16 or 32 registers of a thread."""
+_MOST_DENSE = 4
+"""Maximum number of bytes of a pair's dense values, which a thread keeps for 64 pairs."""
 _WIDEST = 128
 """Maximum number of keys of a step."""
 _SHORTEST_CHUNK = 32
@@ -180,10 +182,15 @@ def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
         if kinds[argument] != kinds[position]
     }
     found: list[_Value] = []
+    held = 0
     for position, kind in enumerate(kinds):
         same = sum(value.kind == kind for value in found)
         if not kind or position not in wanted or same == _MOST:
             continue
+        if kind == "dense":
+            held += nodes[position].dtype.itemsize
+            if held > _MOST_DENSE:
+                continue
         node, of = nodes[position], pairs[position]
         keys = {"chunks": of.grain, "periods": max(of.period, 8)}.get(kind, 0)
         if node.operation == "cast" and nodes[node.arguments[0]].dtype in _KEPT:
@@ -227,6 +234,11 @@ def pair_reads_source(spec: Spec) -> str:
         key, as mods see them. ``read``: the result of ``read_tile``.
     ``score_mod_of_pairs``
         ``score_mod`` with such tables.
+    ``read_dense(b, h, q_idx, first_kv, tables, ints, floats, BLOCK_N)``
+        Returns ``tables`` with the ``dense`` values of BLOCK_N keys appended, for scores of the
+        shape [BLOCK_N, M] where q_idx is [1, M]. Absent where there are none, or no gradients.
+    ``score_mod_of_dense``
+        ``score_mod`` with the tables of ``read_dense``.
 
     STEADY (`source_for`): each step begins at a multiple of BLOCK_N, for mods too, and has BLOCK_N
     keys. Else ``chunks`` and ``periods`` aren't read so. DENSE: words of 16 bytes can be read from
@@ -241,12 +253,10 @@ def pair_reads_source(spec: Spec) -> str:
         return ""
     lines = ["", "", *(f"{flag} = {LANGUAGE}.constexpr(False)" for flag in ("STEADY", "DENSE"))]
     for value in values:
+        program = ModProgram.of(spec, graph.nodes, False)
         if value.kind == "dense":
-            # Values that rows alone decide were read when the tile began.
-            program = program_of_read(spec, graph, reads.places["score_mod"], False)
             lines += _read_dense(value, program)
             continue
-        program = ModProgram.of(spec, graph.nodes, False)
         found = TRITON.lower(graph.nodes, program, [value.position])[value.position]
         kept = _KEPT.get(graph.nodes[value.position].dtype, "float32")
         last = f"return {program.cast(found, kept)}"
@@ -261,6 +271,21 @@ def pair_reads_source(spec: Spec) -> str:
     ):
         *before, last = _by_flags(body, values, ("STEADY", "DENSE"))
         lines += function_lines(name, arguments, before, last)
+    some = [value for value in values if value.kind == "dense"]
+    if some and spec.needs_backward:
+        of_dense = partial(
+            _score_mod, spec, EarlyReads([], reads.graphs, {"score_mod": {}}), len(spec.captured)
+        )
+        for name, arguments, body in (
+            (
+                "read_dense",
+                f"b, h, q_idx, first_kv, {CALL}, BLOCK_N: {LANGUAGE}.constexpr",
+                _read_dense_step,
+            ),
+            ("score_mod_of_dense", f"score, {INDICES}, {CALL}", of_dense),
+        ):
+            *before, last = _by_flags(body, some, ("DENSE",))
+            lines += function_lines(name, arguments, before, last)
     return "\n".join([*lines, ""])
 
 
@@ -294,6 +319,11 @@ def _read_dense(value: _Value, program: ModProgram) -> list[str]:
         [f"q_idx = ops.dense_rows(q_idx, {size}, BLOCK_N)", *program.lines],
         f"return ops.load_dense({pointers}, first_kv, {length}, {size}, BLOCK_N, STEADY)",
     )
+
+
+def _read_dense_step(values: Sequence[_Value]) -> list[str]:
+    read = "".join(f"{v.name}(b, h, q_idx, first_kv, {CALL}, BLOCK_N), " for v in values)
+    return [f"return tables + ({read})" if read else "return tables"]
 
 
 def _read_tile(values: Sequence[_Value]) -> list[str]:
