@@ -54,7 +54,7 @@ class Case:
         odd: whether some elements are non-finite.
         learns: whether the score mod reads tensors that learn, by head and by key.
         by_pair: whether it reads another one by the distance of query and key.
-        dense: whether it reads one that doesn't learn for each pair.
+        dense: whether it reads another one for each pair, which learns if they learn.
         repeatable: whether torch's deterministic mode is on.
         again: whether the call is made a second time, with fixed launches.
         cores: number of the device's multiprocessors; with many of them, KV heads are split.
@@ -187,6 +187,15 @@ CASES = [
     Case("dense", dense=True),
     Case("dense, masked", keys=256, dims=(128, 128), mask=packed, dense=True),
     Case("dense, not aligned", keys=201, dense=True),
+    Case("dense, learns", score=scaled, score_backward=halved, dense=True, learns=True),
+    Case(
+        "dense, learns, masked", keys=256, score=scaled, score_backward=halved, mask=packed,
+        dense=True, learns=True,
+    ),
+    Case(
+        "dense, learns, not aligned", keys=201, score=scaled, score_backward=halved, dense=True,
+        learns=True,
+    ),
     Case("split, plain", dims=(128, 64), again=True, cores=132, keys=260, launched=SPLIT),
     Case("split, odd", mask=packed, odd=True, cores=132, keys=260, launched=SPLIT),
     Case(
@@ -286,9 +295,12 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
 
     if case.dense:
         numbers = (torch.arange(2 * case.rows * case.keys) * 0.37).sin().mul(3).half()
-        numbers = numbers.view(2, case.rows, case.keys)
+        numbers = numbers.view(2, case.rows, case.keys).requires_grad_(case.learns)
+        leaves += [numbers] if case.learns else []
+        others = score
 
         def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            s = s if others is None else others(s, b, h, i, j)
             return s + numbers[h, i, j]
 
     mask = None

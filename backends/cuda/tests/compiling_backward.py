@@ -35,6 +35,7 @@ SLOPES = torch.linspace(0.1, 0.4, 4)
 LEARNED_SLOPES = torch.linspace(0.1, 0.4, 4, requires_grad=True)
 LEARNED_BY_DISTANCE = torch.zeros(4, 2 * LENGTH, requires_grad=True)
 BIASES = torch.zeros(4, LENGTH, LENGTH, dtype=torch.bfloat16)
+LEARNED_BIASES = torch.zeros(4, LENGTH, LENGTH, requires_grad=True)
 DOCUMENTS = torch.arange(LENGTH, dtype=torch.int32) // 100
 TABLES = [torch.zeros(LENGTH, 2, 1, 1, dtype=torch.int32) + i for i in range(9)]
 
@@ -62,6 +63,7 @@ CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
         causal,
     ),
     "dense": (lambda s, b, h, q, k: s + BIASES[h, q, k], causal),
+    "dense that learns": (lambda s, b, h, q, k: s + LEARNED_BIASES[h, q, k], causal),
     "documents": (None, lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)),
     "many": (None, many),
 }
@@ -84,6 +86,7 @@ MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("documents", {}),
     ("many", {"dims": (64, 64)}),
     ("dense", {}),
+    ("dense that learns", {"dims": (64, 64)}),
     ("distances that learn", {}),
     ("alibi", {"dims": (64, 128), "dtype": torch.float16}),
     ("full", {"dims": (256, 256)}),

@@ -849,6 +849,7 @@ def mod_in_python(function: Any, held: bool = False) -> Callable[..., Any]:
         "load_once": lambda pointers, inside: language.load(pointers, inside),
         "along": _along,
         "accumulate": _accumulate,
+        "add_dense": _add_dense,
     }
     names = {
         "tl": language,
@@ -901,6 +902,15 @@ def _accumulate(
     total = totals[learned]
     at = np.broadcast_to(total.at + offset, value.shape)
     np.add.at(total.array, at, np.where(live & inside, value, 0))
+
+
+def _add_dense(
+    rows: Pointer, first_kv: int, length: int, value: Any, live: Any, count: int
+) -> None:  # fmt: skip
+    keys = np.arange(count)[:, None]
+    at = rows.at + first_kv + keys
+    there = np.broadcast_to(keys < length - first_kv, value.shape)
+    np.add.at(rows.array, at[there], np.where(live, value, 0)[there])
 
 
 def run_kernel(

@@ -52,6 +52,14 @@ def by_score(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
     return s + table[h, s.to(torch.int32).clamp(0, 9)]
 
 
+def by_pair(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[i % 4, j]
+
+
+def by_factor_of_pair(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s * table[i % 4, j]
+
+
 def by_key_and_row(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
     return s + table[h, j] + table[h, i]
 
@@ -480,7 +488,7 @@ def test_gradients_of_captured_tensors_are_made_beside_dq() -> None:
     [
         (by_head, True, True), (by_key, True, True), (by_row, False, False),
         (by_distance, False, False), (by_factor, True, False), (by_score, False, False),
-        (by_key_and_row, False, False),
+        (by_key_and_row, False, False), (by_pair, True, False), (by_factor_of_pair, False, False),
     ],
 )  # fmt: skip
 def test_gradients_of_captured_tensors_are_the_portable_pass_s_where_that_is_faster(

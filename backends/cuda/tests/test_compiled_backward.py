@@ -33,7 +33,7 @@ REPAIRED = 500, 4000
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
     lines = printed_by("compiling_backward.py")
     found = [line.split() for line in lines]
-    assert sum(line[1] == "backward_kernel" for line in found) == (16 if SOAK else 1)
+    assert sum(line[1] == "backward_kernel" for line in found) == (17 if SOAK else 1)
     assert sum(line[1].startswith("wide") for line in found) == (10 if SOAK else 0)
     for case, kernel, shared, spilled, products, loops, unfenced in found:
         assert products == "free", (case, kernel)
@@ -43,6 +43,9 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
         # at a tile's end. Where the portable pass makes dQ, and above head dim 128, only the last.
         ours = kernel == "backward_kernel" or kernel.startswith("wide")
         least = 2 if kernel.startswith("wide") else 4 if case.startswith("distances") else 10
+        if "(64,64)" in case:
+            # With a score mod a consumer adds its own keys' part of dQ, and hands nothing over.
+            least = min(least, 8)
         if case.endswith("split"):
             # Sums are stored by pointers.
             least -= 2 if kernel.startswith("wide") else 4

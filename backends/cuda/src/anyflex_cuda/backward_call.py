@@ -137,7 +137,9 @@ def _adds_captured(spec: Spec) -> bool:
     """
     of_128 = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     return not any(
-        each.at & {"q_idx", "score"} or (of_128 and "score" in each.of)
+        "score" in each.at
+        or ("q_idx" in each.at and (of_128 or not each.is_dense))
+        or ("score" in each.of and (of_128 or each.is_dense))
         for each in captured_additions(spec)
     )
 
@@ -357,6 +359,18 @@ def _prepare(
     )  # fmt: skip
 
 
+def _of_dense(mods: Mods, totals: tuple[Tensor, ...]) -> dict[str, object]:
+    """Return the constants of a kernel that reads dense biases by steps, and adds to their
+    gradients."""
+    if mods.read_dense is None:
+        return {"READ_STEP": None}
+    return {
+        "SCORE_MOD": mods.score_mod_of_dense,
+        "READ_STEP": mods.read_dense,
+        "CAPTURED_GRADIENTS": mods.captured_gradients_of_dense if totals else None,
+    }
+
+
 def _main(
     made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work, named: Names
 ) -> FixedLaunch:
@@ -397,8 +411,7 @@ def _main(
         {
             **split.constants,
             **mod_constants(mods, totals),
-            "SCORE_MOD": mods.score_mod_of_dense or mods.score_mod,
-            "READ_STEP": mods.read_dense,
+            **_of_dense(mods, totals),
             "Q_BLOCK": blocks[0],
             "KV_BLOCK": blocks[1],
             "RAGGED": ragged,

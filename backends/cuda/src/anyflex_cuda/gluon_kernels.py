@@ -59,6 +59,7 @@ _REBOUND = {
     **{
         f"ops.{name}(": f"mod_operations.{name}("
         for name in (
+            "add_dense",
             "along_chunks",
             "along_dense",
             "along_distances",

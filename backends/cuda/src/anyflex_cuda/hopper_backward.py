@@ -576,11 +576,19 @@ def add_step(
         # A dead pair has weight 0; no registers are free to keep which pairs are dead. Other pairs
         # of weight 0 add 0, or a non-finite value, and then dQ is non-finite too. `repair_kernel`
         # adds those values, and what far rows add, whose lse2 is NaN.
-        gradients.CAPTURED_GRADIENTS(
-            weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")),
-            head.b + shifts[0], head.h + shifts[1], q_idx, kv_idx, call.tables, mods.ints,
-            mods.floats, gradients.totals,
-        )
+        of_scores = weights * dweights
+        live = (weights != 0.0) & (lse2 < float("inf"))
+        if mods.READ is None:
+            gradients.CAPTURED_GRADIENTS(
+                of_scores, scores, live, head.b + shifts[0], head.h + shifts[1], q_idx,
+                kv_idx, call.tables, mods.ints, mods.floats, gradients.totals,
+            )
+        else:
+            gradients.CAPTURED_GRADIENTS(
+                of_scores, scores, live, head.b + shifts[0], head.h + shifts[1], q_idx,
+                kv_idx, call.tables, mods.ints, mods.floats, gradients.totals,
+                head.n0 + shifts[3], 64,
+            )
     ds = (factor * dweights).to(dtype)
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
     if call.dq.WANT_DQ:

@@ -13,6 +13,7 @@ from anyflex_triton.device_functions import operations as ops
 
 __all__ = [
     "accumulate",
+    "add_dense",
     "along",
     "along_chunks",
     "along_dense",
@@ -256,3 +257,20 @@ def load_dense(
 def along_dense(x, score):
     """Return each pair's value, float32, given those of `load_dense`."""
     return tl.cast(gl.convert_layout(x, score.type.layout), tl.float32)
+
+
+@gluon.jit
+def add_dense(rows, first_kv, length, value, live, BLOCK_N: gl.constexpr):
+    """Add values [BLOCK_N, rows] of live pairs to rows of this length, from first_kv on, by atomic
+    additions of 16 bytes.
+
+    Args:
+        rows: pointers to float32, [1, rows], as `load_dense` takes them.
+    """
+    LAYOUT: gl.constexpr = layout_of_columns(BLOCK_N, rows.shape[1], 4)
+    first_kv = first_kv // 4 * 4
+    keys = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    at = gl.multiple_of(rows + first_kv + keys, [16, 1])
+    value = gl.convert_layout(gl.where(live, value, 0.0), LAYOUT)
+    left = gl.cast(length, gl.int32) - first_kv
+    gl.atomic_add(at, value, mask=keys // 4 * 4 < left, sem="relaxed")

@@ -161,8 +161,9 @@ class Mods(NamedTuple):
             nothing. Without both, the functions of read are `score_mod` and `mask_mod` themselves.
         mask_scores: function of `anyflex_triton.mods.mask_scores_source`, where a module has it;
             likewise its variant of read.
-        read_tile, read_step, score_mod_of_pairs, read_dense, score_mod_of_dense: functions of
-            `anyflex_triton.pair_reads`, where a module has them.
+        read_tile, read_step, score_mod_of_pairs, read_dense, score_mod_of_dense,
+            captured_gradients_of_dense: functions of `anyflex_triton.pair_reads`, where a module
+            has them.
     """
 
     key: object
@@ -181,6 +182,7 @@ class Mods(NamedTuple):
     score_mod_of_pairs: Any
     read_dense: Any
     score_mod_of_dense: Any
+    captured_gradients_of_dense: Any
 
     @classmethod
     def of(cls, key: object, functions: Mapping[str, Any], unscored: Any = None) -> Mods:

@@ -21,6 +21,7 @@ from anyflex.plugin import (
     Derivative,
     ModGraph,
     Node,
+    Scatter,
     Spec,
     differentiate,
     free_in_child,
@@ -79,6 +80,7 @@ _JIT = "triton.jit"
 
 INDICES = ", ".join(ARGUMENTS)
 CALL = "tables, ints, floats"
+OF_GRADIENTS = f"grad, score, live, {INDICES}, {CALL}"
 
 
 def function_lines(name: str, arguments: str, lines: Sequence[str], last: str) -> list[str]:
@@ -142,10 +144,12 @@ class Addition(NamedTuple):
     Args:
         at: those of ``q_idx``, ``kv_idx`` and ``score`` that decide its place.
         of: those of the same and ``grad`` that decide its value.
+        is_dense: each pair has a place of its own in a row: see `is_dense`.
     """
 
     at: frozenset[str]
     of: frozenset[str]
+    is_dense: bool
 
     @property
     def is_by_pair(self) -> bool:
@@ -165,7 +169,24 @@ def captured_additions(spec: Spec) -> tuple[Addition, ...]:
     def needed(*positions: int) -> frozenset[str]:
         return frozenset().union(*(needs[slope.nodes[position]] for position in positions))
 
-    return tuple(Addition(needed(*each.indices), needed(each.value)) for each in slope.scatters)
+    return tuple(
+        Addition(
+            needed(*each.indices), needed(each.value), is_dense(slope.nodes, needs, each.indices)
+        )
+        for each in slope.scatters
+    )
+
+
+def is_dense(
+    nodes: Sequence[Node], needs: Mapping[Node, frozenset[str]], indices: Sequence[int]
+) -> bool:
+    """Return whether the last of a captured tensor's indices is kv_idx, and the query row decides
+    the others."""
+    if not indices:
+        return False
+    *rows, last = (nodes[index] for index in indices)
+    of_rows = frozenset[str]().union(*(needs[row] for row in rows))
+    return last.operation == "input" and last.attribute == "kv_idx" and of_rows == {"q_idx"}
 
 
 class EarlyReads(NamedTuple):
@@ -330,27 +351,48 @@ def _is_grad(derivative: Derivative) -> bool:
 
 def _captured_gradients(spec: Spec, derivative: Derivative) -> list[str]:
     program = ModProgram.of(spec, derivative.nodes, bool(cap_factors(spec)))
-    learned = [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
-    wanted = [node for s in derivative.scatters for node in (*s.indices, s.value)]
-    values = TRITON.lower(derivative.nodes, program, wanted)
-    for scatter in derivative.scatters:
-        first = program.first_size[scatter.captured]
-        offset = ""
-        for axis, position in enumerate(scatter.indices):
-            size = f"ints[{first + axis}]"
-            place = program.place(scatter.captured, axis, position, values[position])
-            if axis == 0:
-                offset = program.cast(place, "int64")
-            else:
-                offset = program.emit(f"ops.next_index({offset}, {size}, {place})", "int64")
+    add_scatters(spec, program, derivative.scatters)
+    return function_lines("captured_gradients", f"{OF_GRADIENTS}, totals", program.lines, "return")
+
+
+def add_scatters(spec: Spec, program: ModProgram, scatters: Sequence[Scatter]) -> None:
+    """Emit additions to captured tensors' gradients by `operations.accumulate`."""
+    learned = learned_tensors(spec)
+    wanted = [node for s in scatters for node in (*s.indices, s.value)]
+    values = TRITON.lower(program.nodes, program, wanted)
+    for scatter in scatters:
+        offset = offset_of(program, scatter.captured, scatter.indices, values)
         inside = program.nonempty(scatter.captured, len(scatter.indices))
         program.lines.append(
             f"ops.accumulate(totals, {learned.index(scatter.captured)}, "
             f"{offset or program.full('0', 'int64')}, {inside}, {values[scatter.value]}, live, "
             f"SUMS)"
         )
-    arguments = f"grad, score, live, {INDICES}, {CALL}, totals"
-    return function_lines("captured_gradients", arguments, program.lines, "return")
+
+
+def learned_tensors(spec: Spec) -> list[int]:
+    """Return the captured tensors that need a gradient, in the order of ``totals``."""
+    return [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
+
+
+def offset_of(
+    program: ModProgram, captured: int, indices: Sequence[int], values: Mapping[int, str]
+) -> str:
+    """Emit the offset, in a contiguous tensor of the first dimensions, of indices of these; return
+    "" where there are none.
+
+    Args:
+        indices: node positions. values: their values.
+    """
+    offset = ""
+    for axis, position in enumerate(indices):
+        size = f"ints[{program.first_size[captured] + axis}]"
+        place = program.place(captured, axis, position, values[position])
+        if axis == 0:
+            offset = program.cast(place, "int64")
+        else:
+            offset = program.emit(f"ops.next_index({offset}, {size}, {place})", "int64")
+    return offset
 
 
 def source_for(

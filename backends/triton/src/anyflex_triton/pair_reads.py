@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Node, Spec, simplify
+from anyflex.plugin import ModGraph, Node, Spec, differentiate, simplify
 from anyflex_triton.lowering import (
     LANGUAGE,
     TRITON,
@@ -33,10 +34,15 @@ from anyflex_triton.lowering import (
 from anyflex_triton.mods import (
     CALL,
     INDICES,
+    OF_GRADIENTS,
     EarlyReads,
+    add_scatters,
     early_reads,
     function_lines,
+    is_dense,
+    learned_tensors,
     mod_lines,
+    offset_of,
     program_of_read,
 )
 
@@ -128,16 +134,12 @@ def _kind(node: Node, needs: frozenset[str], pairs: _Pairs) -> str:
     return "periods" if pairs.period <= _LONGEST_PERIOD else ""
 
 
-def _is_dense(
+def _is_dense_read(
     nodes: Sequence[Node], node: Node, needs: Mapping[Node, frozenset[str]]
 ) -> bool:  # fmt: skip
-    """Whether a node reads a row, which its other indices decide, at kv_idx."""
-    if node.operation != "load" or needs[node] != {"q_idx", "kv_idx"}:
+    if node.operation != "load" or not node.dtype.is_floating_point:
         return False
-    *rows, last = (nodes[argument] for argument in node.arguments)
-    if not node.dtype.is_floating_point or node.dtype.itemsize not in (2, 4):
-        return False
-    return last.attribute == "kv_idx" and all(needs[row] <= {"q_idx"} for row in rows)
+    return node.dtype.itemsize in (2, 4) and is_dense(nodes, needs, node.arguments)
 
 
 class _Value(NamedTuple):
@@ -174,7 +176,9 @@ def _values(nodes: Sequence[Node], output: int | None) -> list[_Value]:
         by_pair = node.operation == "load" and needs[node] >= {"q_idx", "kv_idx"}
         reads.append(by_pair or any(reads[a] for a in node.arguments))
         kind = _kind(node, needs[node], each) if reads[-1] else ""
-        kinds.append(kind or ("dense" if _is_dense(nodes, node, needs) else ""))
+        if not kind and _is_dense_read(nodes, node, needs):
+            kind = "dense"
+        kinds.append(kind)
     wanted = {output} | {
         argument
         for position, node in enumerate(nodes)
@@ -239,6 +243,9 @@ def pair_reads_source(spec: Spec) -> str:
         shape [BLOCK_N, M] where q_idx is [1, M]. Absent where there are none, or no gradients.
     ``score_mod_of_dense``
         ``score_mod`` with the tables of ``read_dense``.
+    ``captured_gradients_of_dense(..., totals, first_kv, BLOCK_N)``
+        ``captured_gradients`` for such scores, which adds dense values' gradients by words. Absent
+        where no captured tensor needs a gradient.
 
     STEADY (`source_for`): each step begins at a multiple of BLOCK_N, for mods too, and has BLOCK_N
     keys. Else ``chunks`` and ``periods`` aren't read so. DENSE: words of 16 bytes can be read from
@@ -286,6 +293,8 @@ def pair_reads_source(spec: Spec) -> str:
         ):
             *before, last = _by_flags(body, some, ("DENSE",))
             lines += function_lines(name, arguments, before, last)
+        if learned_tensors(spec):
+            lines += _dense_gradients(spec, graph)
     return "\n".join([*lines, ""])
 
 
@@ -319,6 +328,37 @@ def _read_dense(value: _Value, program: ModProgram) -> list[str]:
         [f"q_idx = ops.dense_rows(q_idx, {size}, BLOCK_N)", *program.lines],
         f"return ops.load_dense({pointers}, first_kv, {length}, {size}, BLOCK_N, STEADY)",
     )
+
+
+def _dense_gradients(spec: Spec, graph: ModGraph) -> list[str]:
+    """Return ``captured_gradients_of_dense``."""
+    learned = learned_tensors(spec)
+    slope = differentiate(graph, wanted_captured=frozenset(learned))
+    program = ModProgram.of(spec, slope.nodes, bool(cap_factors(spec)))
+    dense = [s for s in slope.scatters if is_dense(slope.nodes, program.needs, s.indices)]
+    values = TRITON.lower(slope.nodes, program, [scatter.value for scatter in dense])
+    lines: list[str] = []
+    for number, scatter in enumerate(dense):
+        *rows, _ = scatter.indices
+        of_rows = replace(program, lines=[], types={})
+        found = TRITON.lower(slope.nodes, of_rows, rows)
+        offset = offset_of(of_rows, scatter.captured, rows, found)
+        length = f"ints[{program.first_size[scatter.captured] + len(rows)}]"
+        lines += function_lines(
+            f"rows_of_dense_{number}",
+            f"b, h, q_idx, {CALL}, BLOCK_N: {LANGUAGE}.constexpr",
+            ["q_idx = ops.dense_rows(q_idx, 4, BLOCK_N)", *of_rows.lines],
+            f"return ops.next_index({offset}, {length}, 0)",
+        )
+        place = f"rows_of_dense_{number}(b, h, q_idx, {CALL}, BLOCK_N)"
+        total = f"totals[{learned.index(scatter.captured)}]"
+        added = f"{total} + {place}, first_kv, {length}, {values[scatter.value]}, live, BLOCK_N"
+        program.lines.append(f"ops.add_dense({added})")
+    add_scatters(spec, program, [scatter for scatter in slope.scatters if scatter not in dense])
+    pairs = f"captured_gradients({OF_GRADIENTS}, totals)"
+    body = ["if DENSE:", *(f"    {line}" for line in program.lines), "else:", f"    {pairs}"]
+    arguments = f"{OF_GRADIENTS}, totals, first_kv, BLOCK_N: {LANGUAGE}.constexpr"
+    return [*lines, *function_lines("captured_gradients_of_dense", arguments, body, "return")]
 
 
 def _read_dense_step(values: Sequence[_Value]) -> list[str]:
