@@ -101,9 +101,13 @@ READS = {
     "distance": ("5", (M + N,)),
     "colliding": ("7", (2,)),
     "clamped": ("5,3", (3, 4)),
+    "one bucket": ("10", (3,)),
+    "one bucket of a head": ("2,10", (5, 1)),
     "nothing": ("-", ()),
 }
-LEARNED = "sub i64 3,4 -;const i64 - 2;mod i64 3,6 -"
+LEARNED = (
+    "sub i64 3,4 -;const i64 - 2;mod i64 3,6 -;add i64 3,4 -;const i64 - 4096;floordiv i64 8,9 -"
+)
 
 
 def gradients_of(case: Case, graph: ModGraph) -> list[Tensor]:
@@ -135,8 +139,8 @@ def test_gradients_of_captured_tensors_are_sums_over_live_pairs(
     indices, shape = READS[read]
     # sigmoid(table[...]) * score + table[...]
     graph = parse_graph(
-        f"{INDEX};{LEARNED};load {name} {indices} 0;cast f32 8 -;sigmoid f32 9 -;mul f32 0,10 -;"
-        "add f32 11,9 -;=12"
+        f"{INDEX};{LEARNED};load {name} {indices} 0;cast f32 11 -;sigmoid f32 12 -;"
+        "mul f32 0,13 -;add f32 14,12 -;=15"
     )
     torch.manual_seed(7)
     table = torch.randn(shape).to(TYPES[name])

@@ -180,11 +180,18 @@ class ModProgram:
 
     def nonempty(self, captured: int, rank: int) -> str:
         """Emit whether a captured tensor has elements."""
-        sizes = [f"ints[{self.first_size[captured] + axis}]" for axis in range(rank)]
-        if not sizes:
+        if rank == 0:
             return self.full("True", "int1")
-        product = " * ".join(f"{LANGUAGE}.cast({size}, {LANGUAGE}.int64)" for size in sizes)
-        return self.emit(f"ops.truth({product} != 0)", "int1")
+        return self.emit(f"ops.truth({self._count(captured, rank)} != 0)", "int1")
+
+    def narrow(self, captured: int, rank: int) -> str:
+        """Emit whether int32 holds the offsets in a captured tensor's gradient."""
+        return self.emit(f"ops.truth({self._count(captured, rank)} < {1 << 31})", "int1")
+
+    def _count(self, captured: int, rank: int) -> str:
+        """Return the text of the number of a captured tensor's elements."""
+        sizes = [f"ints[{self.first_size[captured] + axis}]" for axis in range(rank)]
+        return " * ".join(f"{LANGUAGE}.cast({size}, {LANGUAGE}.int64)" for size in sizes)
 
     def place(self, captured: int, axis: int, position: int, index: str) -> str:
         """Emit an index into a captured tensor's dimension, wrapped and clamped."""

@@ -362,12 +362,30 @@ def add_scatters(spec: Spec, program: ModProgram, scatters: Sequence[Scatter]) -
     values = TRITON.lower(program.nodes, program, wanted)
     for scatter in scatters:
         offset = offset_of(program, scatter.captured, scatter.indices, values)
-        inside = program.nonempty(scatter.captured, len(scatter.indices))
+        rank = len(scatter.indices)
+        inside = program.nonempty(scatter.captured, rank)
+        place = f"{offset or program.full('0', 'int64')}, {inside}"
+        name = "accumulate"
+        if any(_is_bucket(program, position) for position in scatter.indices):
+            name, place = (
+                "accumulate_buckets",
+                f"{place}, {program.narrow(scatter.captured, rank)}",
+            )
         program.lines.append(
-            f"ops.accumulate(totals, {learned.index(scatter.captured)}, "
-            f"{offset or program.full('0', 'int64')}, {inside}, {values[scatter.value]}, live, "
-            f"SUMS)"
+            f"ops.{name}(totals, {learned.index(scatter.captured)}, {place}, "
+            f"{values[scatter.value]}, live, SUMS)"
         )
+
+
+def _is_bucket(program: ModProgram, position: int) -> bool:
+    """Return whether an index by query and key may be the same for many pairs, because it is more
+    than a sum of indices."""
+    node = program.nodes[position]
+    if not program.needs[node] >= {"q_idx", "kv_idx"}:
+        return False
+    if node.operation not in ("add", "sub", "neg", "cast"):
+        return True
+    return any(_is_bucket(program, argument) for argument in node.arguments)
 
 
 def learned_tensors(spec: Spec) -> list[int]:

@@ -22,6 +22,7 @@ import triton.language as tl
 __all__ = [
     "INTERPRETED",
     "accumulate",
+    "accumulate_buckets",
     "acos",
     "acosh",
     "asin",
@@ -814,3 +815,27 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
             tl.atomic_add(integers, whole, mask=whole != 0, sem="relaxed")
             nonfinite = ~finite & inside
             tl.atomic_add(totals[LEARNED] + offset, value, mask=nonfinite, sem="relaxed")
+
+
+@triton.jit
+def accumulate_buckets(
+    totals, LEARNED: tl.constexpr, offset, inside, narrow, value, live, SUMS: tl.constexpr
+):
+    """Do what `accumulate` does, with one addition where all pairs of the tile have one offset, as
+    those far from each other have in T5's table.
+
+    Args:
+        narrow: whether int32 holds the offsets.
+    """
+    if SUMS == "floats":
+        places = tl.cast(offset, tl.int32)
+        first = tl.min(tl.min(places, axis=1), axis=0)
+        last = tl.max(tl.max(places, axis=1), axis=0)
+        if narrow & (first == last):
+            total = tl.sum(tl.sum(tl.where(live, value, 0.0), axis=1), axis=0)
+            kept = (total != 0.0) & inside
+            tl.atomic_add(totals[LEARNED] + first, total, mask=kept, sem="relaxed")
+        else:
+            accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
+    else:
+        accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
