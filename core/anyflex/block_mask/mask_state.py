@@ -48,7 +48,20 @@ class MaskContent(BlockStructure):
     traced: TracedMod | None
     opaque: MaskMod | None
     needs_mask_mod: bool
+    _mask_mod: MaskMod | None
+    # The mark of the views where the mask was built inside of a compiled graph: see
+    # `anyflex.mask_structure.views_registry`.
     mark: Tensor | None
+    # Indices ("b", "h") that the mask mod reads although the structure was built for 0 only. None
+    # where the structure wasn't computed from the mask mod: they needn't agree then.
+    _zero_alone: tuple[str, ...] | None
+    # B and H as `create_block_mask` was asked for them; None where they are B' and H'.
+    _asked: tuple[int, int] | None
+    # Structure for kernels where the mask is; None until it was checked.
+    known_views: MaskViews | None
+    # For each device the captured tensors' version counters and the copy made of them.
+    _moved: dict[torch.device, tuple[list[int], Any]]
+    _hash: int | None
 
     def _fill(
         self,
@@ -63,28 +76,22 @@ class MaskContent(BlockStructure):
         asked: tuple[int, int] | None = None,
         mark: Tensor | None = None,
     ) -> None:
-        # Past `__setattr__`, which refuses to change them.
+        # Past `__setattr__`, which refuses to change the first four. Each attribute would take it
+        # two calls of Python, a third of what a step of decoding spends on its mask.
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "seq_lengths", seq_lengths)
         object.__setattr__(self, "BLOCK_SIZE", block_size)
-        self.traced = traced
-        self.opaque = opaque
-        self.needs_mask_mod = mask_mod is sliced_mask_mod
-        self._mask_mod = mask_mod
-        # The mark of the views where the mask was built inside of a compiled graph: see
-        # `anyflex.mask_structure.views_registry`.
-        self.mark = mark
-        # Indices ("b", "h") that the mask mod reads although the structure was built for 0 only.
-        # None where the structure wasn't computed from the mask mod: they needn't agree then.
-        self._zero_alone = zero_alone
-        # B and H as `create_block_mask` was asked for them; None where they are B' and H'.
-        self._asked = asked
-        # Structure for kernels where the mask is; None until it was checked.
-        self.known_views: MaskViews | None = None
-        # For each device the captured tensors' version counters and the copy made of them.
-        self._moved: dict[torch.device, tuple[list[int], Any]] = {}
-        self._hash: int | None = None
+        object.__setattr__(self, "traced", traced)
+        object.__setattr__(self, "opaque", opaque)
+        object.__setattr__(self, "needs_mask_mod", mask_mod is sliced_mask_mod)
+        object.__setattr__(self, "_mask_mod", mask_mod)
+        object.__setattr__(self, "mark", mark)
+        object.__setattr__(self, "_zero_alone", zero_alone)
+        object.__setattr__(self, "_asked", asked)
+        object.__setattr__(self, "known_views", None)
+        object.__setattr__(self, "_moved", {})
+        object.__setattr__(self, "_hash", None)
 
     @classmethod
     def _assembled(
@@ -101,7 +108,7 @@ class MaskContent(BlockStructure):
         mask = cls._unchecked(
             views.offsets, views.runs, *sizes, traced, opaque, mask_mod, zero_alone, asked
         )
-        mask.known_views = views_registry.shared(views)
+        object.__setattr__(mask, "known_views", views_registry.shared(views))
         return mask
 
     @classmethod
