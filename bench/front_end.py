@@ -1,4 +1,5 @@
-"""Cost of a cached call before its kernel starts: a null backend, one thread.
+"""Cost of a cached call before its kernel starts, and of a decode step's mask: a null backend, one
+thread.
 
 Usage: python bench/front_end.py [--calls N] [--rounds N] [--json FILE]
 
@@ -7,11 +8,13 @@ tensor and one number; there is a block mask. Checks, key, lookup, allocation an
 A figure is the median of N calls; of several rounds the best counts, since another load on the
 machine can only add. Exits 1 when a limit is not met: 20 us forward, 30 us with gradients
 recorded, 80 us forward and backward, 150 us where the mod must be traced again; 1000 us to trace
-a new mod.
+a new mod; 20 us for the mask of a decode step: `row_slice` of a ready mask of 4096 rows and keys,
+or lengths that kernels read when they run.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -30,6 +33,10 @@ LIMITS_US = {
     "trace: causal mask": 1000.0,
     "trace: documents and window": 1000.0,
     "trace: softcap, learned bias, gelu": 1000.0,
+    "decode: row of a causal mask": 20.0,
+    "decode: the same, keys bounded": 20.0,
+    "decode: row of a padded batch of 4": 20.0,
+    "decode: lengths of 4 caches": 20.0,
 }
 
 
@@ -79,6 +86,7 @@ def measure(calls: int) -> dict[str, float]:
         "forward+backward": median_us(forward_and_backward, calls),
         "retrace": median_us(retrace, calls),
         **traces(calls // 10),
+        **decode_masks(calls // 10),
         **parts(calls, query, key, value, slopes, mask),
     }
 
@@ -106,6 +114,40 @@ def traces(calls: int) -> dict[str, float]:
         "trace: softcap, learned bias, gelu": median_us(
             lambda: trace_mod(everything, "score"), calls
         ),
+    }
+
+
+def decode_masks(calls: int) -> dict[str, float]:
+    """The mask of each step anew, for at most 3000 steps that enter a block of rows now and then:
+    by a ready mask, or by lengths where each cache is a page of its own."""
+    length, batch = 4096, 4
+    live = torch.ones(batch, length, dtype=torch.bool)
+    live[0, : length // 8] = False
+    causal = anyflex.create_block_mask(anyflex.masks.causal(), None, None, length, length)
+    padded = anyflex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & live[b, k], batch, None, length, length
+    )
+    table = torch.arange(batch, dtype=torch.int32).view(batch, 1)
+    caches = anyflex.Packed.with_capacity(batch, 1, length, page_table=table)
+    rows = itertools.cycle(range(length - 3000, length))
+
+    def bounded() -> object:
+        row = next(rows)
+        return causal.row_slice(row, row + 1, kv_len=row + 1)
+
+    def lengths() -> object:
+        caches.set([1] * batch, [next(rows)] * batch)
+        return caches.begin()
+
+    return {
+        "decode: row of a causal mask": median_us(
+            lambda: causal.row_slice(row := next(rows), row + 1), calls
+        ),
+        "decode: the same, keys bounded": median_us(bounded, calls),
+        "decode: row of a padded batch of 4": median_us(
+            lambda: padded.row_slice(row := next(rows), row + 1), calls
+        ),
+        "decode: lengths of 4 caches": median_us(lengths, calls),
     }
 
 

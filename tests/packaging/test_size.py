@@ -11,7 +11,7 @@ CAPABILITIES = {
     "gradients of few KV heads by many programs": 390,
     "launches of a small backward, found at once: checks, one workspace, arguments in it": 105,
     "torch's masks and mods as they are: index lists, slices, rows of captured tensors": 1_020,
-    "block masks built inside of compiled and exported programs; slices of a step": 540,
+    "block masks built inside of compiled and exported programs; slices of a step": 550,
     "what authors of backends check theirs with: check_lowering, --failed-from, faults": 560,
     "torch's flex attention re-routed, and the entry point that torch calls": 560,
     "what authors of backends declare and read: node_dtypes, doctor on decoding": 130,
