@@ -36,6 +36,8 @@ MISSING = (
     "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
     "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
     "sys.modules['torch.compiler._cache'] = None",
+    "get = torch._C._get_fp32_precision_getter; del torch._C._get_fp32_precision_getter\n"
+    "torch.backends._FP32Precision.__getattr__ = lambda self, name: get(self.backend, self.op)",
 )
 
 

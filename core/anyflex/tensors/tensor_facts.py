@@ -17,7 +17,7 @@ from anyflex.tensors.storage_checks import (
     check_readable,
     last_element,
 )
-from anyflex.tensors.torch_versions import dynamo_constant
+from anyflex.tensors.torch_versions import dynamo_constant, fp32_setting
 
 __all__ = [
     "Alignment",
@@ -164,9 +164,9 @@ def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
     """
     if dtype is not torch.float32:
         return ""
-    settings = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    setting = fp32_setting("cuda" if device_type == "cuda" else "mkldnn", "matmul")
     # Unknown settings of newer torch versions count as "highest".
-    return _PRECISIONS.get(settings.matmul.fp32_precision, "highest")
+    return _PRECISIONS.get(setting, "highest")
 
 
 _APPLE_FAMILIES = {

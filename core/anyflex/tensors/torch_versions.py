@@ -32,6 +32,7 @@ __all__ = [
     "dynamo_constant",
     "dynamo_name",
     "forward_mode_enabled",
+    "fp32_setting",
     "functorch_level",
     "in_dual_level",
     "is_batched",
@@ -123,6 +124,14 @@ def as_symbol_tensor(kind: type[Any], tensor: Tensor) -> Any:
     """Return `tensor` as an object of `kind`, a subclass of Tensor, without calling its
     ``__init__``."""
     return _torch.Tensor._make_subclass(kind, tensor)
+
+
+# torch's own attributes take five times as long, at each call in float32.
+fp32_setting: Callable[[str, str], str] = _private(
+    "_C._get_fp32_precision_getter",
+    lambda backend, operation: getattr(getattr(torch.backends, backend), operation).fp32_precision,
+)
+"""``torch.backends.<backend>.<operation>.fp32_precision``, called with the two names."""
 
 
 without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _private(
