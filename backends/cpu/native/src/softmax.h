@@ -52,6 +52,20 @@ AF_INLINE vf across(const vf (&r)[VL]) {
     const __m512 v1 = pick(_mm512_shuffle_f32x4(u[2], u[3], 0x88),
                            _mm512_shuffle_f32x4(u[2], u[3], 0xdd), ADD);
     return pick(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd), ADD);
+#elif defined(__AVX2__)
+    __m256 t[4], u[2];
+    AF_UNROLL
+    for (int i = 0; i < 4; ++i)
+        t[i] = pick(_mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]),
+                    _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]), ADD);
+    AF_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        const __m256d a = _mm256_castps_pd(t[2 * i]), b = _mm256_castps_pd(t[2 * i + 1]);
+        u[i] = pick(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                    _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)), ADD);
+    }
+    return pick(_mm256_permute2f128_ps(u[0], u[1], 0x20),
+                _mm256_permute2f128_ps(u[0], u[1], 0x31), ADD);
 #else
     vu words[VL];
     for (int i = 0; i < VL; ++i) words[i] = as_uint(r[i]);
