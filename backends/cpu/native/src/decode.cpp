@@ -80,13 +80,16 @@ struct decode_run {
 struct decode_job {
     int64_t b, h, kv_head;  // h: the first head
     int64_t begin, end;     // keys
+    int64_t record;
 };
 
+// Jobs of the same keys come one after the other: the heads of a page are neighbours in memory.
 decode_job decode_job_at(const decode_run& run, int64_t index) {
     const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
-    const int64_t unit = index / d.splits, split = index % d.splits;
+    const int64_t unit = index % d.units, split = index / d.units;
     decode_job j;
+    j.record = unit * d.splits + split;
     j.b = unit / d.units_a_batch;
     j.h = unit % d.units_a_batch * d.heads;
     j.kv_head = j.h / (p.q_heads / p.kv_heads);
@@ -449,7 +452,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
         values_of_tile<DTYPE>(run, b, t);
     }
     if (tiles || b.values_on_tiles) pairs_end();
-    float* record = run.records + index * d.rows * d.record;
+    float* record = run.records + t.job.record * d.rows * d.record;
     for (int64_t r = 0; r < d.rows; ++r, record += d.record) {
         record[0] = b.state.row_max[r];
         record[1] = sum_of(load(b.state.row_sum + r * VL));
@@ -489,7 +492,7 @@ void combine(void* context, int64_t unit, int) {
     const decode_run& run = batch.run_of(batch.first_unit, &unit);
     const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
-    const decode_job job = decode_job_at(run, unit * d.splits);
+    const decode_job job = decode_job_at(run, unit);
     for (int64_t r = 0; r < d.rows; ++r) {
         float* first = run.records + (unit * d.splits * d.rows + r) * d.record;
         const int64_t step = d.rows * d.record;
