@@ -99,7 +99,7 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
             AF_UNROLL
             for (int d = 0; d < steps; ++d) {
                 y[r][d] = load(a + r * DIM + d * VL);
-                __asm__("" : "+v"(y[r][d]));  // force a register: it may be a memory operand
+                in_register(y[r][d]);
             }
         AF_UNROLL
         for (int i = 0; i < K; ++i, key.next_row())

@@ -51,7 +51,7 @@ struct decode_query {
 // R rows times VL / R keys at k: VL vectors of partial sums, which one reduction across lanes ends.
 template <int R, int DTYPE>
 AF_INLINE void dot_floats(const decode_query& q, int row, const column_rows& key,
-                          const char* const (&k)[VL / R], int64_t dim, float* sums) {
+                          const char* const (&k)[VL / R], int64_t dim, float scale, float* sums) {
     constexpr int K = VL / R;
     vf acc[VL] = {};
     const float* a = q.row + row * q.width;
@@ -59,12 +59,18 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const column_rows& key
     int64_t d = 0;
     if (key.col == 1)
         for (; d + VL <= dim; d += VL) {
+            // Loaded once: the compiler makes memory operands of them, one a key.
+            vf y[R];
+            AF_UNROLL
+            for (int r = 0; r < R; ++r) {
+                y[r] = load(a + r * q.width + d);
+                in_register(y[r]);
+            }
             AF_UNROLL
             for (int i = 0; i < K; ++i) {
                 const vf x = as_floats(k[i] + d * size, DTYPE);
                 AF_UNROLL
-                for (int r = 0; r < R; ++r)
-                    acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
+                for (int r = 0; r < R; ++r) acc[r * K + i] = madd(x, y[r], acc[r * K + i]);
             }
         }
     // Unrolled, so that no index of the sums is a variable: they would be in memory.
@@ -76,13 +82,13 @@ AF_INLINE void dot_floats(const decode_query& q, int row, const column_rows& key
             for (int r = 0; r < R; ++r)
                 acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
         }
-    store(sums, across<true>(acc));
+    store(sums, across<true>(acc) * scale);
 }
 
 #if defined(__AVX512BF16__)
 template <int R>
 AF_INLINE void dot_pairs(const decode_query& q, int row, const column_rows& key,
-                         const char* const (&k)[VL / R], int64_t dim, float* sums) {
+                         const char* const (&k)[VL / R], int64_t dim, float scale, float* sums) {
     constexpr int K = VL / R;
     vf acc[VL] = {};
     const uint16_t* a = q.pairs + row * q.width;
@@ -107,7 +113,7 @@ AF_INLINE void dot_pairs(const decode_query& q, int row, const column_rows& key,
         for (int i = 0; i < K; ++i) x[i] = fetch_pairs({k[i], key.row, key.col, AF_BF16}, 0, d, dim - d);
         step(d, x);
     }
-    store(sums, across<true>(acc));
+    store(sums, across<true>(acc) * scale);
 }
 #endif
 
@@ -130,46 +136,58 @@ inline rows_ahead rows_ahead_of(const column_rows& rows, int64_t dim) {
     return {rows, dim * element_bytes(rows.dtype)};
 }
 
-// Calls f(first, n, stride) for columns [begin, end) in turns of `columns` a stream: the columns
-// from first + s * stride on, n of each stream s. A remainder that doesn't divide is one stream,
-// stride 0.
-template <class F>
-AF_INLINE void in_streams(int64_t begin, int64_t end, int64_t columns, const F& f) {
-    const int64_t stride = (end - begin) / streams;
-    if (stride > 0 && (end - begin) % (streams * columns) == 0) {
-        for (int64_t c = begin; c < begin + stride; c += columns) f(c, columns, stride);
-        return;
+// Columns of a turn, which all query rows take while they are in L1. The last is repeated up to a
+// whole vector.
+template <int EACH>
+struct turn_of_columns {
+    static constexpr int64_t most = streams * EACH;
+    static_assert(most % VL == 0, "whole vectors");
+    int64_t column[most];
+    int64_t count;
+};
+
+// Calls f(turn) for columns [begin, end), EACH of every stream a turn. A remainder that doesn't
+// divide is one stream.
+template <int EACH, class F>
+AF_INLINE void in_turns(int64_t begin, int64_t end, const F& f) {
+    turn_of_columns<EACH> turn;
+    constexpr int64_t most = turn_of_columns<EACH>::most;
+    const int64_t whole = (end - begin) % most == 0 ? (end - begin) / streams : 0;
+    for (int64_t c = begin; c < begin + whole; c += EACH) {
+        for (int64_t i = 0; i < most; ++i) turn.column[i] = c + i / streams + i % streams * whole;
+        turn.count = most;
+        f(turn);
     }
-    for (int64_t c = begin; c < end; c += streams * columns)
-        f(c, smaller(streams * columns, end - c), 0);
+    for (int64_t c = whole > 0 ? end : begin; c < end; c += most) {
+        turn.count = smaller(most, end - c);
+        for (int64_t i = 0; i < most; ++i) turn.column[i] = c + smaller(i, turn.count - 1);
+        f(turn);
+    }
 }
 
-// score[r][c] = scale * (q row r . key c) for R rows from `row` on and the columns of a turn.
-template <int R, int DTYPE>
-static void score_rows(const decode_query& q, int row, const column_rows& key, int64_t dim,
-                       const rows_ahead& next, int64_t first, int64_t n, int64_t stride,
-                       float scale, float* score, int64_t ld) {
+// score[r][c] = scale * (q row r . key c) for R rows from `row` on and the columns of a turn, whose
+// keys are at k.
+template <int R, int DTYPE, int EACH>
+static void score_rows(const decode_query& q, int row, const column_rows& key,
+                       const char* const* k, int64_t dim, const rows_ahead& next,
+                       const turn_of_columns<EACH>& turn, float scale, float* score, int64_t ld) {
     constexpr int K = VL / R;
-    const int64_t columns = stride > 0 ? n * streams : n;
-    for (int64_t c = 0; c < columns; c += K) {
-        int64_t at[K];
-        const char* k[K];
+    for (int64_t c = 0; c < turn.count; c += K) {
+        const char* keys[K];
         for (int i = 0; i < K; ++i) {
-            // Lanes past the end read the last key again.
-            const int64_t x = c + i < columns ? c + i : columns - 1;
-            at[i] = first + (stride > 0 ? x % streams * stride + x / streams : x);
-            k[i] = key.at(at[i]);
-            if (row == 0) next.fetch(at[i]);
+            keys[i] = k[c + i];
+            if (row == 0) next.fetch(turn.column[c + i]);
         }
         alignas(64) float sums[VL];
 #if defined(__AVX512BF16__)
         if (DTYPE == AF_BF16 && q.pairs)
-            dot_pairs<R>(q, row, key, k, dim, sums);
+            dot_pairs<R>(q, row, key, keys, dim, scale, sums);
         else
 #endif
-            dot_floats<R, DTYPE>(q, row, key, k, dim, sums);
+            dot_floats<R, DTYPE>(q, row, key, keys, dim, scale, sums);
         for (int r = 0; r < R; ++r)
-            for (int i = 0; i < K; ++i) score[(row + r) * ld + at[i]] = sums[r * K + i] * scale;
+            for (int i = 0; i < K; ++i)
+                score[(row + r) * ld + turn.column[c + i]] = sums[r * K + i];
     }
 }
 
@@ -178,41 +196,35 @@ template <int DTYPE>
 static void decode_scores(const decode_query& q, int rows, const column_rows& key, int64_t dim,
                           const rows_ahead& next, int64_t begin, int64_t end, float scale,
                           float* score, int64_t ld) {
-    // Takes a few keys for all rows, then the next few: they stay in L1 meanwhile.
-    in_streams(begin, end, 8, [&](int64_t first, int64_t n, int64_t stride) {
+    in_turns<8>(begin, end, [&](const turn_of_columns<8>& turn) {
+        const char* k[turn_of_columns<8>::most];
+        for (int i = 0; i < turn.most; ++i) k[i] = key.at(turn.column[i]);
         in_groups_of_rows<4>(rows, [&](auto count, int r) AF_FLAT {
-            score_rows<decltype(count)::value, DTYPE>(q, r, key, dim, next, first, n, stride,
-                                                      scale, score, ld);
+            score_rows<decltype(count)::value, DTYPE>(q, r, key, k, dim, next, turn, scale, score,
+                                                      ld);
         });
     });
 }
 
-// out[R][N * VL] += weight[R][c] * value[c][N * VL] from element `d` on, over a turn's columns.
-// `next` may be NULL.
+// out[R][N * VL] += weight[c][R] * value[c][N * VL] from element `d` on, over a turn's columns,
+// whose values are at v.
 template <int R, int N, int DTYPE>
-AF_INLINE void value_block(const float* weight, int64_t ld, const column_rows& value,
-                           const rows_ahead* next, int64_t first, int64_t n, int64_t stride,
-                           int64_t d, float* out, int64_t width) {
+AF_INLINE void value_block(const float* weight, const char* const* v, int64_t count, int64_t d,
+                           float* out, int64_t width) {
     constexpr int size = element_bytes(DTYPE);
     // Starts from 0: one sum through all keys would lose more.
     vf acc[R][N] = {};
-    const auto add = [&](int64_t c) AF_FLAT {
-        const char* v = value.at(c) + d * size;
-        if (next) next->fetch(c);
+    for (int64_t c = 0; c < count; ++c) {
+        const char* at = v[c] + d * size;
         vf x[N];
         AF_UNROLL
-        for (int j = 0; j < N; ++j) x[j] = as_floats(v + j * VL * size, DTYPE);
+        for (int j = 0; j < N; ++j) x[j] = as_floats(at + j * VL * size, DTYPE);
         AF_UNROLL
         for (int r = 0; r < R; ++r) {
-            const vf w = splat(weight[r * ld + c]);
+            const vf w = splat(weight[c * R + r]);
             AF_UNROLL
             for (int j = 0; j < N; ++j) acc[r][j] = madd(w, x[j], acc[r][j]);
         }
-    };
-    for (int64_t c = first; c < first + n; ++c) {
-        add(c);
-        if (stride == 0) continue;
-        for (int s = 1; s < streams; ++s) add(c + s * stride);
     }
     AF_UNROLL
     for (int r = 0; r < R; ++r)
@@ -223,31 +235,32 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const column_rows& v
         }
 }
 
-template <int R, int DTYPE>
-static void value_rows(const float* weight, int64_t ld, column_rows value, const rows_ahead* next,
-                       int64_t first, int64_t n, int64_t stride, int64_t dim, float* out,
-                       int64_t width) {
+// The same for all elements, and rows of weights. `next` may be NULL.
+template <int R, int DTYPE, int EACH>
+static void value_rows(const float* weight, int64_t ld, const column_rows& value,
+                       const char* const* v, const rows_ahead* next,
+                       const turn_of_columns<EACH>& turn, int64_t dim, float* out, int64_t width) {
     constexpr int N = VL == 16 ? 4 : 2;
-    value.dtype = DTYPE;
+    float weights[turn_of_columns<EACH>::most * R];
+    for (int64_t c = 0; c < turn.count; ++c) {
+        if (next) next->fetch(turn.column[c]);
+        for (int r = 0; r < R; ++r) weights[c * R + r] = weight[r * ld + turn.column[c]];
+    }
     int64_t d = 0;
     if (value.col == 1) {
-        value.col = 1;
         for (; d + N * VL <= dim; d += N * VL)
-            value_block<R, N, DTYPE>(weight, ld, value, d == 0 ? next : nullptr, first, n, stride,
-                                     d, out + d, width);
+            value_block<R, N, DTYPE>(weights, v, turn.count, d, out + d, width);
         for (; d + VL <= dim; d += VL)
-            value_block<R, 1, DTYPE>(weight, ld, value, d == 0 ? next : nullptr, first, n, stride,
-                                     d, out + d, width);
+            value_block<R, 1, DTYPE>(weights, v, turn.count, d, out + d, width);
     }
     for (; d < dim; d += VL)
-        for (int s = 0; s < (stride > 0 ? streams : 1); ++s)
-            for (int64_t c = first + s * stride; c < first + s * stride + n; ++c) {
-                const vf x = fetch(value.from(c), 0, d, dim - d);
-                for (int r = 0; r < R; ++r) {
-                    float* to = out + r * width + d;
-                    store(to, madd(splat(weight[r * ld + c]), x, load(to)));
-                }
+        for (int64_t c = 0; c < turn.count; ++c) {
+            const vf x = fetch({v[c], value.row, value.col, DTYPE}, 0, d, dim - d);
+            for (int r = 0; r < R; ++r) {
+                float* to = out + r * width + d;
+                store(to, madd(splat(weights[c * R + r]), x, load(to)));
             }
+        }
 }
 
 // out[row][width] += weight[row][c] * value[c] for columns [begin, end).
@@ -255,11 +268,13 @@ template <int DTYPE>
 static void decode_values(const float* weight, int64_t ld, int rows, const column_rows& value,
                           int64_t dim, const rows_ahead& next, int64_t begin, int64_t end,
                           float* out, int64_t width) {
-    in_streams(begin, end, 4, [&](int64_t first, int64_t n, int64_t stride) {
+    in_turns<4>(begin, end, [&](const turn_of_columns<4>& turn) {
+        const char* v[turn_of_columns<4>::most];
+        for (int i = 0; i < turn.most; ++i) v[i] = value.at(turn.column[i]);
         in_groups_of_rows<4>(rows, [&](auto count, int r) AF_FLAT {
-            value_rows<decltype(count)::value, DTYPE>(weight + r * ld, ld, value,
-                                                      r == 0 ? &next : nullptr, first, n, stride,
-                                                      dim, out + r * width, width);
+            value_rows<decltype(count)::value, DTYPE>(weight + r * ld, ld, value, v,
+                                                      r == 0 ? &next : nullptr, turn, dim,
+                                                      out + r * width, width);
         });
     });
 }

@@ -99,6 +99,15 @@ AF_INLINE vf rounded(vf x) {
     return x;
 }
 
+// Forces x into a register, where the compiler would read memory for each of its uses.
+AF_INLINE void in_register([[maybe_unused]] vf& x) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif defined(__SSE2__)
+    __asm__("" : "+x"(x));
+#endif
+}
+
 // While it lives, this thread's results that would be subnormal are 0 (or, for mods, are not: they
 // see floats as everywhere). Weights far from a row's maximum are often subnormal, and each
 // product with one would stop an x86 processor for 100 cycles.
