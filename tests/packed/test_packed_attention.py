@@ -248,6 +248,29 @@ def test_out_is_written_and_returned() -> None:
     torch.testing.assert_close(out, anyflex.flex_attention_packed(q, q, q, step))
 
 
+def test_results_are_written_to_out_without_a_copy_where_nothing_reads_it() -> None:
+    q, k, v = torch.randn(3, 7, 4, 16).unbind()
+    wide = torch.randn(7, 3, 4, 16)
+    step = anyflex.Packed(int32(0, 3, 7)).begin()
+
+    def copies(query: Tensor, out: Tensor) -> int:
+        wanted = anyflex.flex_attention_packed(query, k, v, step, backend="cpu")
+        before = out._version
+        with torch.profiler.profile() as found:
+            anyflex.flex_attention_packed(query, k, v, step, out=out, backend="cpu")
+        assert torch.equal(out, wanted) and out._version > before
+        return sum(event.name == "aten::copy_" for event in found.events())
+
+    assert copies(q, torch.full_like(q, torch.nan)) == 0
+    assert copies(wide[:, 0], torch.full_like(q, torch.nan)) == 0
+    assert copies(wide[:, 0], wide[:, 1]) == 1  # query's memory, and not contiguous
+    assert copies(q.clone(), q.new_full((7, 4, 32), torch.nan)[..., ::2]) == 1
+    memory = torch.full((q.numel() + 1,), torch.nan)
+    assert copies(q, memory[1:].view_as(q)) == 1  # an address that kernels don't take
+    own = q.clone()
+    assert copies(own, own) == 1
+
+
 def test_one_graph_serves_all_lengths() -> None:
     def call(q: Tensor, k: Tensor, step: anyflex.Step) -> Tensor:
         found = anyflex.flex_attention_packed(q, k, k, step, slope, window, backend="reference")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from anyflex.frontend.arguments import check_scale
 from anyflex.frontend.attention_sinks import as_kernels_read, with_sinks
@@ -116,8 +117,11 @@ def flex_attention_packed(
             else:
                 after = sinks
                 asked = asked._replace(sinks=None, aux=aux._replace(lse=True))
-        compute = recorded if in_graph() else in_own_layout
-        own = compute(asked, step, mask_mod, enable_gqa, (k_scale, v_scale))
+        given = asked, step, mask_mod, enable_gqa, (k_scale, v_scale)
+        if in_graph():
+            own = recorded(*given)
+        else:
+            own = in_own_layout(*given, out if after is None else None)
         if own is not None:
             found = own.out
             if after is not None and own.lse is not None:
@@ -153,7 +157,12 @@ def _results(
     """Return what a dense call of one batch gave as the packed call's results."""
     found = found.squeeze(0).transpose(0, 1)
     if out is not None:
-        found = out.copy_(found)
+        if in_graph() or found.data_ptr() != out.data_ptr():
+            found = out.copy_(found)
+        else:
+            # The kernel has written it; autograd shall know, as after a copy.
+            increment_version(out)
+            found = out
     if return_aux is None:
         return found
     return found, AuxOutput(

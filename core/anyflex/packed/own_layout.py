@@ -22,6 +22,7 @@ from anyflex.mod_graph.block_graph import BlockGraph, block_graph
 from anyflex.mod_graph.block_kinds import BlockGrid, block_kinds
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.simplify import simplify
+from anyflex.packed.core_layout import as_batch
 from anyflex.packed.packed import Packed, Step
 from anyflex.packed.pages import check_pages
 from anyflex.packed.rebuilt_score_mod import RebuiltScoreMod
@@ -32,7 +33,7 @@ from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Plan, plan_for
 from anyflex.tensors import stand_in
-from anyflex.tensors.storage_checks import check_readable
+from anyflex.tensors.storage_checks import PLAIN, check_readable
 from anyflex.tensors.tensor_facts import determinism, fp32_precision, memories
 from anyflex.tensors.torch_versions import dual_level
 from anyflex.tracing.mod_types import MaskMod
@@ -40,6 +41,9 @@ from anyflex.tracing.trace import TracedMod
 from anyflex.tracing.trace_cache import traced
 
 __all__ = ["check_as_dense", "in_own_layout"]
+
+_ALIGNMENT = 16
+"""Bytes that kernels want a tensor's address to be a multiple of."""
 
 
 class _Prepared(NamedTuple):
@@ -66,6 +70,7 @@ def in_own_layout(
     mask_mod: MaskMod | None,
     enable_gqa: bool,
     scales: tuple[Tensor | None, Tensor | None],
+    out: Tensor | None = None,
 ) -> Outputs | None:
     """Compute a packed call by a backend that takes it as it is, or return None: nobody does.
 
@@ -76,6 +81,7 @@ def in_own_layout(
             without block mask.
         step: whose rows are whose.
         scales: of key and value, as the user gave them.
+        out: [T, Hq, Ev], memory that the results may be written to instead of new one.
     """
     query, key, value, score_mod, _, scale, aux, options, backend, _, sinks, same = checked
     device = step.packed.device
@@ -157,10 +163,27 @@ def in_own_layout(
         call.k_scale, call.v_scale = (
             _scale_of(each, scale) for each, scale in zip((key, value), scales, strict=True)
         )
+    memory = None
+    if out is not None and _is_apart(out, query, key, value, *captured, *scales, sinks):
+        memory = as_batch(out)
     try:
-        return launch_forward(prepared.plan, call)
+        return launch_forward(prepared.plan, call, memory=memory)
     except ModIndexError as error:
         raise named(error, [*names[0], *names[1]]) from error.__cause__
+
+
+def _is_apart(out: Tensor, query: Tensor, *read: Tensor | None) -> bool:
+    """Whether a kernel may write its results to `out` while it reads the others: it lies as new
+    memory would, and in none of theirs."""
+    # New memory has the order of query's dimensions.
+    if query.stride(1) > query.stride(2) and 1 not in query.shape[1:3]:
+        return False
+    if type(out) not in PLAIN or not out.is_contiguous() or out.is_neg():
+        return False
+    if out.data_ptr() % _ALIGNMENT != 0:
+        return False
+    own = out.untyped_storage().data_ptr()
+    return all(x is None or x.untyped_storage().data_ptr() != own for x in (query, *read))
 
 
 def _forms(captured: tuple[Tensor, ...]) -> tuple[object, ...]:

@@ -40,7 +40,12 @@ stride 1."""
 
 
 def launch_forward(
-    plan: Plan, call: Call, *, save: bool = False, saved_bytes: Tensor | None = None
+    plan: Plan,
+    call: Call,
+    *,
+    save: bool = False,
+    saved_bytes: Tensor | None = None,
+    memory: Tensor | None = None,
 ) -> Outputs:
     """Run forward and return its outputs.
 
@@ -49,6 +54,7 @@ def launch_forward(
         call: its tensors and numbers.
         save: let the kernel leave its saved outputs for backward.
         saved_bytes: memory that this is cut from, if it fits.
+        memory: for out, which is else allocated: of its shape, type and dimension order.
 
     Raises:
         AllocationError: there is not enough memory.
@@ -65,7 +71,9 @@ def launch_forward(
     lse = max_scores = workspace = None
     saved: tuple[Tensor, ...] = ()
     try:
-        if plan.same_dims and query.is_contiguous():
+        if memory is not None:
+            out = memory
+        elif plan.same_dims and query.is_contiguous():
             out = torch.empty_like(query, memory_format=_CONTIGUOUS)
         else:
             out = empty_dense(query, spec.value_head_dim)
