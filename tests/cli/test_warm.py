@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +81,6 @@ def calls(tmp_path: Path) -> str:
     return str(path)
 
 
-def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does: its processes are spawned."""
-    return subprocess.run(
-        [sys.executable, "-m", "anyflex", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        check=False,
-    )
-
-
 def compiled(folder: Path) -> set[str]:
     """The artifacts in a cache."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -104,9 +90,9 @@ def test_specs_that_were_listed_are_warmed_to_what_their_calls_had_compiled(
     calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: RunCommand
 ) -> None:
     targets = [f"{calls}::{name}" for name in ("training", "decoding", "arguments")]
-    done = in_a_process("warm", *targets, "--jobs", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    done = command("warm", *targets, "--jobs", "2", "--json")
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)
     assert (facts["targets"], facts["warmed"], facts["failed"]) == (3, 3, [])
     assert facts["kernels"] >= 4
     first = compiled(tmp_path / "cache")
