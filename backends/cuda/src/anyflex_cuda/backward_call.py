@@ -133,12 +133,14 @@ def _adds_captured(spec: Spec) -> bool:
     (`bench/learning_tables.py`). Elements that the key or only the head decides: 0.69 to 0.87, but
     1.17 with head dim 128 if the score itself is a factor, because no register is left to keep it.
     Elements that the row decides, whose sums go through all warps: 1.3 to 2.1. Elements that query
-    and key both decide, one address per pair: 2.2, and 1.4 on an H200.
+    and key both decide, one address per pair: 2.2, and 1.4 on an H200. Dense biases there: 0.6 to
+    0.9 in words, with head dim 128 if they have 16 bits.
     """
     of_128 = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
+    full = of_128 and any(f.needs_grad and f.dtype.itemsize > 2 for f in spec.captured)
     return not any(
         "score" in each.at
-        or ("q_idx" in each.at and (of_128 or not each.is_dense))
+        or ("q_idx" in each.at and (full or not each.is_dense))
         or ("score" in each.of and (of_128 or each.is_dense))
         for each in captured_additions(spec)
     )
