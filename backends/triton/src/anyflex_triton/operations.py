@@ -821,20 +821,29 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
 def accumulate_buckets(
     totals, LEARNED: tl.constexpr, offset, inside, narrow, value, live, SUMS: tl.constexpr
 ):
-    """Do what `accumulate` does, with one addition where all pairs of the tile have one offset, as
-    those far from each other have in T5's table.
+    """Do what `accumulate` does, with one addition for each of the tile's first 32 offsets: many
+    pairs have one offset, as in T5's table, and atomic additions to one element wait for each
+    other.
 
     Args:
         narrow: whether int32 holds the offsets.
     """
     if SUMS == "floats":
-        places = tl.cast(offset, tl.int32)
-        first = tl.min(tl.min(places, axis=1), axis=0)
-        last = tl.max(tl.max(places, axis=1), axis=0)
-        if narrow & (first == last):
-            total = tl.sum(tl.sum(tl.where(live, value, 0.0), axis=1), axis=0)
-            kept = (total != 0.0) & inside
-            tl.atomic_add(totals[LEARNED] + first, total, mask=kept, sem="relaxed")
+        if narrow:
+            done = 2147483647
+            places = tl.where(live, tl.cast(offset, tl.int32), done)
+            first = tl.min(tl.min(places, axis=1), axis=0)
+            turn = 0
+            while (first < done) & (turn < 32):
+                here = places == first
+                total = tl.sum(tl.sum(tl.where(here, value, 0.0), axis=1), axis=0)
+                kept = (total != 0.0) & inside
+                tl.atomic_add(totals[LEARNED] + first, total, mask=kept, sem="relaxed")
+                places = tl.where(here, done, places)
+                first = tl.min(tl.min(places, axis=1), axis=0)
+                turn += 1
+            if first < done:
+                accumulate(totals, LEARNED, places, inside, value, places != done, SUMS)
         else:
             accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
     else:
