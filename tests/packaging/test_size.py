@@ -19,7 +19,7 @@ CAPABILITIES = {
     "an attention backend for vLLM": 490,
     "gradients of biases for each pair, summed once on a CPU": 110,
     "packed sequences and keys in pages, by any backend's dense kernels": 1_235,
-    "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 1_040,
+    "packed sequences and keys in pages as they are: the contract's part, a CPU's kernels": 1_060,
     "packed sequences and keys in pages as they are in the portable kernels": 645,
     "sinks in kernels, forward and backward; their cases": 535,
     "packed calls whose bits don't depend on the batch, in the portable kernels; their case": 225,
