@@ -116,6 +116,8 @@ case $mode in
     preset decode 0 decode "cuda,$peers,cuda.triton"
     preset small-graph 0 small "cuda,$peers" --clock graph
     preset small-wall 0 small "cuda,$peers" --clock wall
+    preset strangers 0 strangers "cuda,$peers"
+    step targets-strangers 0 "$python" bench/stranger_targets.py "$folder/strangers.json"
     targets cuda plain mods decode decode-graph small-graph small-wall
     targets cuda.triton triton-plain triton-mods decode decode-graph
     ;;

@@ -195,6 +195,36 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
     assert lines_of(0.04, 0.01, 0.43) == [f"{targets.SMALL}, wall, backward: 0.814, wanted 0.83"]
 
 
+def test_strangers_rows_are_held_to_the_fastest_peer_and_biases_to_their_plain_call() -> None:
+    strangers = program("stranger_targets")
+
+    def row(ms: float) -> dict[str, Any]:
+        return {"median_ms": ms, "samples_ms": [ms], "status": "measured"}
+
+    rows = {
+        (case.name, direction): {"cuda": row(1.0), "torch.flex": row(1.3), "cuda.flash4": row(1.2)}
+        for case in strangers.PRESETS["h200-strangers"]
+        for direction in case.directions
+    }
+    assert strangers.missed(rows) == []
+    for of, contender, ms, text in (
+        ((strangers.CAUSAL, "backward"), "cuda.flash4", 0.9, "0.90 of FA4's speed, wanted 1"),
+        (
+            (strangers.IMAGE, "forward"),
+            "torch.flex",
+            1.1,
+            "1.10 of torch.flex's speed, wanted 1.2",
+        ),
+    ):
+        slow = rows | {of: rows[of] | {contender: row(ms)}}
+        assert strangers.missed(slow) == [f"{of[0]}, {of[1]}: {text}"]
+    of = strangers.CAUSAL, "forward"
+    (line,) = strangers.missed(rows | {of: rows[of] | {"cuda": row(0.6)}})
+    assert line == f"{strangers.LEARNED}, forward: 1.67 times without a bias, wanted 1.5"
+    del rows[of]
+    assert strangers.missed(rows) == [f"{strangers.CAUSAL}, forward: not measured beside a peer"]
+
+
 def test_the_table_has_the_backend_s_times_and_each_peer_s_ratio() -> None:
     targets = program("gpu_targets")
     lines = targets.table(targets.rows_of([report()]), "cuda")

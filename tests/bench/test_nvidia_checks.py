@@ -82,7 +82,7 @@ def test_every_report_that_is_made_is_held_to_its_targets(tmp_path: Path) -> Non
     _, logs = run(tmp_path, "measure", str(tmp_path / "out"))
     targets = [log for name, log in logs.items() if name.startswith("targets")]
     made = {f"{tmp_path}/out/{name}.json" for name in logs if not name.startswith("targets")}
-    assert len(made) == 8
+    assert len(made) == 9
     assert made == {word for log in targets for word in log.split() if word.endswith(".json")}
 
 

@@ -133,6 +133,8 @@ _STRANGERS = (
     _case("causal", 2, 32, 8192, 128, kv_heads=1),
     _case("image bias", 4, 16, 4096, 64),
     _case("T5", 4, 16, 4096, 64),
+    # The same calls without their biases.
+    *(_case(pattern, 4, 16, 4096, 64) for pattern in ("full", "causal")),
     _case("causal", 4, 16, 4096, 96),
     _case("causal", 4, 16, 4096, 192, value_width=128),
     _case("causal", 8, 16, 3000, 128),
