@@ -29,7 +29,6 @@ CAPABILITIES = {
     "Triton's checksum of itself, made beside the rest of a first call": 20,
     "keys and values stored in 8 bits in Hopper's own decoding": 370,
     "biases by distance, by a key's place in an image, and dense, in Hopper's kernels": 890,
-    "keys and values stored in 8 bits on AMX's tiles": 50,
     "packed calls in compiled programs: a static op, what is recorded, what runs it": 470,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
     "kinds of blocks by a mask's graph, computed on the device from lengths": 850,

@@ -253,7 +253,7 @@ AF_API void af_share_threads(void* parallel, void* thread_number);
 AF_API int64_t af_forward_workspace(const af_problem* problem);
 AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
 // The block mask of packed sequences has rows of blocks one sequence after the other, each in its
-// own coordinates. A workspace's size depends on the lengths and on kv_storage too.
+// own coordinates. A workspace's size depends on the lengths.
 AF_API int64_t af_packed_workspace(const af_packed_args* args);
 AF_API int32_t af_packed_forward(const af_packed_args* args, af_error* error);
 AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements,

@@ -25,8 +25,7 @@ struct decode_buffers {
     decode_query query;
     float *query_rows, *out, *before;
     uint16_t* pairs;
-    uint32_t *tiles, *words;
-    uint16_t* copy;
+    uint32_t* tiles;
     float* panels;
     const char **keys, **values, **next_keys;  // column_rows of a tile in pages
     bool values_on_tiles;  // the level has tiles, and a value row is a whole number of them
@@ -47,10 +46,6 @@ decode_buffers take_buffers(arena& memory, const af_problem& p, const decode_pla
     b.query_rows = memory.take<float>(d.rows * d.query_width);
     b.pairs = memory.take<uint16_t>(d.pairs ? d.rows * d.query_width : 0);
     b.tiles = memory.take<uint32_t>(d.pairs && has_tiles ? panel_rows * d.query_width / 2 : 0);
-    // Stored values have their scaled weights in `spare`.
-    b.words = d.copied ? memory.take<uint32_t>(d.rows_padded * decode_ld)
-                       : reinterpret_cast<uint32_t*>(b.spare);
-    b.copy = memory.take<uint16_t>(d.copied);
     b.panels = memory.take<float>(d.panels ? panel_rows * d.query_width : 0);
     b.out = memory.take<float>(d.rows * d.value_width);
     b.before = memory.take<float>(d.rows * d.value_width);
@@ -189,15 +184,14 @@ void scores_of_columns(const decode_run& run, const decode_buffers& b, const dec
         return;
     }
 #if defined(__AMX_BF16__)
-    if constexpr (goes_on_tiles(DTYPE))
-        if (b.query.tiles && are_on_tiles(t.key, begin)) {
-            const tile_columns columns = columns_for_tiles(begin, end);
-            const int64_t dim = smaller(p.value_head_dim, value_dim_a_pass);
-            score_tiles<DTYPE>(b.query, rows, t.key, p.head_dim, columns,
-                               block_of(t.value, columns.begin, columns.stride(), 0, dim), b.copy,
-                               run.scale.stored, score, decode_ld);
-            begin = columns.end;
-        }
+    if (DTYPE == AF_BF16 && b.query.tiles && are_on_tiles(t.key, begin)) {
+        const tile_columns columns = columns_for_tiles(begin, end);
+        const int64_t dim = smaller(p.value_head_dim, value_dim_a_pass);
+        score_tiles(b.query, rows, t.key, p.head_dim, columns,
+                    block_of(t.value, columns.begin, columns.stride(), 0, dim), run.scale.stored,
+                    score, decode_ld);
+        begin = columns.end;
+    }
 #endif
 #if defined(__AVX512F__)
     if constexpr (DTYPE <= AF_F16) {
@@ -359,14 +353,13 @@ void values_of_columns(const decode_run& run, const decode_buffers& b, const dec
         return;
     }
 #if defined(__AMX_BF16__)
-    if constexpr (goes_on_tiles(DTYPE))
-        if (b.values_on_tiles && are_on_tiles(t.value, begin)) {
-            const tile_columns columns = columns_for_tiles(begin, end);
-            value_tiles<DTYPE>(weight, decode_ld, rows, t.value, p.value_head_dim, columns,
-                               block_of(t.next_key, 0, columns.stride(), 0, p.head_dim), b.words,
-                               b.copy, b.out, d.value_width);
-            begin = columns.end;
-        }
+    if (DTYPE == AF_BF16 && b.values_on_tiles && are_on_tiles(t.value, begin)) {
+        const tile_columns columns = columns_for_tiles(begin, end);
+        value_tiles(weight, decode_ld, rows, t.value, p.value_head_dim, columns,
+                    block_of(t.next_key, 0, columns.stride(), 0, p.head_dim),
+                    reinterpret_cast<uint32_t*>(b.spare), b.out, d.value_width);
+        begin = columns.end;
+    }
 #endif
 #if defined(__AVX512F__)
     if constexpr (DTYPE <= AF_F16) {
@@ -411,10 +404,11 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     decode_tile t;
     t.job = decode_job_at(run, index);
     const subnormal_results flushed(false);
-    const bool pairs = d.pairs && (p.key.stride[3] == 1 || p.head_dim == 1);
+    const bool pairs =
+        has_pairs && DTYPE == AF_BF16 && (p.key.stride[3] == 1 || p.head_dim == 1);
     const bool tiles = has_tiles && pairs && p.head_dim % (2 * VL) == 0;
-    b.values_on_tiles = has_tiles && d.pairs && p.value.stride[3] == 1 &&
-                        p.value_head_dim % (2 * VL) == 0;
+    b.values_on_tiles = has_tiles && DTYPE == AF_BF16 && p.value.stride[3] == 1 &&
+                    p.value_head_dim % (2 * VL) == 0;
     b.query = {b.query_rows, pairs ? b.pairs : nullptr, tiles ? b.tiles : nullptr, d.query_width};
     for (int64_t head = 0; head < d.heads; ++head) {
         const matrix query = matrix_of(p.query, p.dtype, t.job.b, t.job.h + head, 0);
@@ -422,7 +416,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
         if (pairs)
             copy_rows_pairs(query, p.q_length, p.q_length, p.head_dim, d.query_width,
                             b.pairs + row);
-        if (!pairs || DTYPE != AF_BF16)  // columns that make no turn of tiles are products of floats
+        else
             copy_rows(query, p.q_length, p.q_length, p.head_dim, d.query_width,
                       b.query_rows + row);
     }

@@ -6,20 +6,12 @@
 #pragma once
 #include "decode_products.h"
 
+#if defined(__AMX_BF16__)
 namespace AF_LEVEL {
 
 static_assert(streams == 4, "a tile of scores for each");
 constexpr int tile_keys = 16;
 constexpr int64_t turn_columns = streams * tile_keys;
-constexpr int64_t value_dim_a_pass = 4 * 2 * VL;  // four tiles of sums
-
-}  // namespace AF_LEVEL
-
-#if defined(__AMX_BF16__)
-namespace AF_LEVEL {
-
-// Keys and values of these types are multiplied on tiles: bf16, and what becomes it exactly.
-constexpr bool goes_on_tiles(int dtype) { return dtype == AF_BF16 || dtype > AF_F16; }
 
 // Columns [begin, end); their number is a multiple of a turn's columns.
 struct tile_columns {
@@ -47,11 +39,10 @@ struct stream_block {
 // Returns those of columns first, first + stride and so on, from element d on.
 AF_INLINE stream_block block_of(const column_rows& rows, int64_t first, int64_t stride, int64_t d,
                                 int64_t dim) {
-    const int64_t size = element_bytes(rows.dtype);
     stream_block b;
-    for (int s = 0; s < streams; ++s) b.stream[s] = rows.at(first + s * stride) + d * size;
-    b.row = rows.row_bytes;
-    b.width = dim * size;
+    for (int s = 0; s < streams; ++s) b.stream[s] = rows.at(first + s * stride) + d * rows.col * 2;
+    b.row = rows.row * 2;
+    b.width = dim * 2;
     return b;
 }
 
@@ -62,7 +53,6 @@ class turn_ahead {
         : turn_(turn), line_(0), end_(turn.width) {}
     // Prefetches four lines of each stream: the share of a tile, which is 16 lines of one stream.
     AF_INLINE_MEMBER void fetch() {
-        if (end_ == 0) return;  // an empty turn
         AF_UNROLL
         for (int i = 0; i < 4; ++i) {
             AF_UNROLL
@@ -78,28 +68,6 @@ class turn_ahead {
     const stream_block turn_;
     int64_t line_, end_;
 };
-
-// Copies a turn of rows that are stored in bytes as bf16, which is exact, and prefetches the turn
-// after it. The copy stays in L1.
-template <int DTYPE>
-static stream_block bf16_turn(const stream_block& turn, const stream_block& next, uint16_t* copy) {
-    stream_block b;
-    b.row = b.width = turn.width * 2;
-    for (int s = 0; s < streams; ++s)
-        b.stream[s] = reinterpret_cast<const char*>(copy + s * tile_keys * turn.width);
-    for (int i = 0; i < tile_keys; ++i)
-        for (int s = 0; s < streams; ++s) {
-            const char *from = turn.stream[s] + i * turn.row, *at = next.stream[s] + i * next.row;
-            for (int64_t d = 0; d < next.width; d += 64) __builtin_prefetch(at + d, 0, 3);
-            uint16_t* to = copy + (s * tile_keys + i) * turn.width;
-            for (int64_t d = 0; d < turn.width; d += 2 * VL) {
-                const vf low = as_floats(from + d, DTYPE), high = as_floats(from + d + VL, DTYPE);
-                _mm512_storeu_si512(to + d,
-                                    reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-            }
-        }
-    return b;
-}
 
 // Columns 0 to 3 of a matrix of 16 rows of 16.
 AF_INLINE void four_columns(const float* m, vf (&column)[4]) {
@@ -170,11 +138,10 @@ static void score_turn(const decode_query& q, int rows, const stream_block& key,
     }
 }
 
-// Scores of all rows. `next` is read afterwards; `copy` has room for a turn of stored keys.
-template <int DTYPE>
+// Scores of all rows. `next` is read afterwards.
 static void score_tiles(const decode_query& q, int rows, const column_rows& key, int64_t dim,
-                        const tile_columns& columns, const stream_block& next, uint16_t* copy,
-                        float scale, float* score, int64_t ld) {
+                        const tile_columns& columns, const stream_block& next, float scale,
+                        float* score, int64_t ld) {
     const int64_t turns = columns.turns(), stride = columns.stride();
     if (turns == 0) return;
     const auto turn = [&](int64_t t) AF_FLAT {
@@ -183,11 +150,7 @@ static void score_tiles(const decode_query& q, int rows, const column_rows& key,
     stream_block now = turn(0);
     for (int64_t t = 0; t < turns; ++t) {
         const stream_block ahead = turn(t + 1);
-        float* to = score + columns.begin + t * tile_keys;
-        if constexpr (DTYPE == AF_BF16)
-            score_turn(q, rows, now, ahead, scale, to, ld, stride);
-        else
-            score_turn(q, rows, bf16_turn<DTYPE>(now, ahead, copy), {}, scale, to, ld, stride);
+        score_turn(q, rows, now, ahead, scale, score + columns.begin + t * tile_keys, ld, stride);
         now = ahead;
     }
 }
@@ -197,6 +160,7 @@ static void score_tiles(const decode_query& q, int rows, const column_rows& key,
 // once for the odd ones. A weight is two bf16, its rounded value and the residual: 16 rows for
 // each 4.
 constexpr int value_rows_a_tile = 4;
+constexpr int64_t value_dim_a_pass = 4 * 2 * VL;  // four tiles of sums
 
 // Weights of up to 4 rows as words of 16: the low half of a word has the weight (rows 0 to 3) and
 // the residual (4 to 7), the high half the same (8 to 15); the other half is 0. Rows without
@@ -222,10 +186,9 @@ static void spread_weights(const float* weight, int64_t ld, int rows, const tile
 
 // One pass over up to 4 rows and `dim` elements of each value from element d on, 128 at most.
 // `words` begin at the first column.
-template <int DTYPE>
 static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_columns& columns,
                        const column_rows& value, int64_t d, int64_t dim, const stream_block& next,
-                       uint16_t* copy, float* out, int64_t width) {
+                       float* out, int64_t width) {
     const int64_t turns = columns.turns(), stride = columns.stride();
     const auto turn = [&](int64_t t) AF_FLAT {
         return t < turns ? block_of(value, columns.begin + t * tile_keys, stride, d, dim) : next;
@@ -234,8 +197,7 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
     stream_block now = turn(0);
     for (int64_t t = 0; t < turns; ++t) {
         const stream_block after = turn(t + 1);
-        turn_ahead ahead(DTYPE == AF_BF16 ? after : stream_block{});
-        if constexpr (DTYPE != AF_BF16) now = bf16_turn<DTYPE>(now, after, copy);
+        turn_ahead ahead(after);
         for (int s = 0; s < streams; ++s) {
             const char* v = now.stream[s];
             _tile_loadd(4, words + t * tile_keys + s * stride, ld * 4);
@@ -277,23 +239,22 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
 }
 
 // out[row][width] += weight[row][c] * value[c]. `words` has room for 16 rows as wide as the
-// weights, `copy` for a turn of a pass of stored values; `next` is what is read afterwards.
-template <int DTYPE>
+// weights; `next` is what is read afterwards.
 static void value_tiles(const float* weight, int64_t ld, int rows, const column_rows& value,
                         int64_t dim, const tile_columns& columns, const stream_block& next,
-                        uint32_t* words, uint16_t* copy, float* out, int64_t width) {
+                        uint32_t* words, float* out, int64_t width) {
     if (columns.turns() == 0) return;
     const auto pass = [&](int64_t d) AF_FLAT { return smaller(dim - d, value_dim_a_pass); };
     for (int r = 0; r < rows; r += value_rows_a_tile) {
         const int n = static_cast<int>(smaller(rows - r, value_rows_a_tile));
         spread_weights(weight + r * ld, ld, n, columns, words);
         for (int64_t d = 0; d < dim; d += value_dim_a_pass)
-            value_pass<DTYPE>(words + columns.begin, ld, n, columns, value, d, pass(d),
-                              d + value_dim_a_pass < dim
-                                  ? block_of(value, columns.begin, columns.stride(),
-                                             d + value_dim_a_pass, pass(d + value_dim_a_pass))
-                                  : next,
-                              copy, out + r * width + d, width);
+            value_pass(words + columns.begin, ld, n, columns, value, d, pass(d),
+                       d + value_dim_a_pass < dim
+                           ? block_of(value, columns.begin, columns.stride(), d + value_dim_a_pass,
+                                      pass(d + value_dim_a_pass))
+                           : next,
+                       out + r * width + d, width);
     }
 }
 

@@ -6,7 +6,7 @@
 //
 // Memory: (4 + Ev rounded up to vectors) floats a row and split, and a tile's buffers a thread.
 #pragma once
-#include "decode_amx.h"
+#include "pack.h"
 #include "workspace.h"
 
 namespace AF_LEVEL {
@@ -28,8 +28,7 @@ struct decode_plan {
     bool panels;  // decode_panels.h makes the products
     int64_t query_width, value_width;
     int64_t record;  // floats of a row of a split: row_max, row_sum, nan, nothing, values
-    bool pairs;      // the level multiplies bf16, and it is that, or becomes it
-    int64_t copied;  // elements of a turn of stored rows that become bf16 on their way to tiles
+    bool pairs;      // the level multiplies bf16, and it is that
 };
 
 // `heads` of a unit: all of the group, or 1. The group's plan takes at least as much memory.
@@ -45,10 +44,7 @@ AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     if (d.split_keys < least_split) d.split_keys = least_split;
     d.splits = ceil_div(keys, d.split_keys);
     d.query_width = round_up(p.head_dim, 2 * VL);
-    const bool becomes =
-        has_tiles && p.kv_storage && p.dtype == AF_BF16 && p.head_dim % (2 * VL) == 0;
-    d.pairs = has_pairs && (kv_dtype(p) == AF_BF16 || becomes);
-    d.copied = becomes ? turn_columns * larger(p.head_dim, value_dim_a_pass) : 0;
+    d.pairs = has_pairs && kv_dtype(p) == AF_BF16;
     const auto fits = [](int64_t dim) { return dim > 0 && dim <= widest_panel; };
     d.panels = !d.pairs && d.rows >= least_panel_rows && fits(p.head_dim) && fits(p.value_head_dim);
     d.value_width = round_up(p.value_head_dim, d.panels ? NR : VL);

@@ -27,7 +27,7 @@ struct coverage {
         grouped_decodes{0}, split_decodes{0}, decodes_in_lanes{0}, decodes_in_panels{0},
         parted_backwards{0}, wide_tiles{0}, row_gaps{0}, column_gaps{0}, mixed_rows{0},
         mixed_columns{0}, nonfinite_seen{0}, nonfinite_unseen{0}, reads_outside{0},
-        shared_batches{0}, packed{0}, paged{0}, stored{0}, dropouts{0}, masks_by_head{0},
+        shared_batches{0}, packed{0}, paged{0}, dropouts{0}, masks_by_head{0},
         several_threads{0}, calls_on_teams{0};
     bool has_tiles = false;  // some level has
 
@@ -55,7 +55,6 @@ struct coverage {
         visit("keys of one batch for all", shared_batches);
         visit("packed sequences", packed);
         visit("keys in pages", paged);
-        visit("keys in bytes", stored);
         visit("dropout", dropouts);
         visit("a mask a head", masks_by_head);
         visit("mods on several threads of a call", several_threads);

@@ -93,48 +93,12 @@ class packed_problem {
         for (size_t i = 0; i < packed.lse.size(); ++i)
             compare("lse in pages", number_, paged.lse[i], packed.lse[i], 1e-4);
         ++covered.paged;
-        compare_with_bytes(a, keys, values, limit);
-        ++covered.stored;
     }
 
    private:
     struct result {
         std::vector<char> out;
         std::vector<float> lse;
-    };
-
-    // A pool in bytes, and the scale of each row of each head.
-    struct bytes {
-        explicit bytes(const tensor& pool)
-            : heads(pool.shape[1]), rows(pool.shape[2]), dim(pool.shape[3]), data(pool.size),
-              scales(pool.shape[0] * heads * rows, __builtin_nanf("")) {}
-        af_tensor view() { return {data.data(), {heads * rows * dim, rows * dim, dim, 1}}; }
-        af_scales scales_view() const { return {scales.data(), {heads * rows, rows, 1}}; }
-        // Draws a row of a page, for all heads, and writes the same numbers to `pool`.
-        void fill(std::mt19937_64& random, int32_t storage, int64_t page, int64_t row,
-                  tensor& pool) {
-            for (int64_t h = 0; h < heads; ++h) {
-                const int64_t at = (page * heads + h) * rows + row;
-                scales[at] = std::ldexp(1.0f, int(random() % 3) - (storage == AF_I8 ? 7 : 1));
-                for (int64_t i = at * dim; i < (at + 1) * dim; ++i) {
-                    // float8 is below 2.
-                    const int x = int(random() & (storage == AF_I8 ? 255 : 191));
-                    data[i] = static_cast<char>(x);
-                    float value = static_cast<int8_t>(x);
-                    if (storage == AF_F8) {
-                        const int exponent = x >> 3 & 7, mantissa = x & 7;
-                        value = exponent == 0 ? std::ldexp(float(mantissa), -9)
-                                              : std::ldexp(8.0f + float(mantissa), exponent - 10);
-                        if (x & 128) value = -value;
-                    }
-                    put(pool.data.data() + pool.place(i) * bytes_of(pool.dtype), pool.dtype,
-                        value * scales[at]);
-                }
-            }
-        }
-        int64_t heads, rows, dim;
-        std::vector<char> data;
-        std::vector<float> scales;
     };
 
     int64_t draw(std::vector<int64_t> from) { return from[random_() % from.size()]; }
@@ -205,32 +169,6 @@ class packed_problem {
                 0, 0);
         found.out = out.data;
         return found;
-    }
-
-    // Pages in bytes. Scales are powers of two, so that keys and values of the problem's own type can
-    // be the same numbers; rows that belong to no sequence have a scale of NaN.
-    void compare_with_bytes(af_packed_args a, tensor& keys, tensor& values, double limit) {
-        af_problem& p = a.args.problem;
-        const int32_t storage = draw({0, 1}) ? AF_I8 : AF_F8;
-        bytes k(keys), v(values);
-        for (int64_t i = 0; i < a.sequences; ++i)
-            for (int64_t key = 0; key < kv_lengths_[i]; ++key) {
-                const int32_t page = a.page_table[i * a.table_stride + key / a.page_size];
-                k.fill(random_, storage, page, key % a.page_size, keys);
-                v.fill(random_, storage, page, key % a.page_size, values);
-            }
-        const result plain = forward(a);
-        p.kv_storage = storage;
-        p.key = k.view();
-        p.value = v.view();
-        p.key_scales = k.scales_view();
-        p.value_scales = v.scales_view();
-        const result stored = forward(a);
-        for (size_t i = 0; i < plain.out.size(); i += bytes_of(p.dtype))
-            compare("out of bytes", number_, got(stored.out.data() + i, p.dtype),
-                    got(plain.out.data() + i, p.dtype), limit);
-        for (size_t i = 0; i < plain.lse.size(); ++i)
-            compare("lse of bytes", number_, stored.lse[i], plain.lse[i], 1e-4);
     }
 
     void compare_with_each_alone(const af_packed_args& a, const result& packed) {
