@@ -269,6 +269,13 @@ def test_results_are_written_to_out_without_a_copy_where_nothing_reads_it() -> N
     assert copies(q, memory[1:].view_as(q)) == 1  # an address that kernels don't take
     own = q.clone()
     assert copies(own, own) == 1
+    # One buffer of numpy's, in two storages.
+    numpy = pytest.importorskip("numpy")
+    buffer = numpy.zeros(2 * q.numel(), dtype=numpy.float32)
+    query, late = (
+        torch.from_numpy(buffer[first : first + q.numel()]).view_as(q) for first in (0, 64)
+    )
+    assert copies(query.copy_(q), late) == 1
 
 
 def test_one_graph_serves_all_lengths() -> None:

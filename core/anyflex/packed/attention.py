@@ -157,12 +157,12 @@ def _results(
     """Return what a dense call of one batch gave as the packed call's results."""
     found = found.squeeze(0).transpose(0, 1)
     if out is not None:
-        if in_graph() or found.data_ptr() != out.data_ptr():
-            found = out.copy_(found)
-        else:
+        if not in_graph() and found.data_ptr() == out.data_ptr() != 0:
             # The kernel has written it; autograd shall know, as after a copy.
             increment_version(out)
             found = out
+        else:
+            found = out.copy_(found)
     if return_aux is None:
         return found
     return found, AuxOutput(

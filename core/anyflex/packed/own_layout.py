@@ -33,7 +33,7 @@ from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Plan, plan_for
 from anyflex.tensors import stand_in
-from anyflex.tensors.storage_checks import PLAIN, check_readable
+from anyflex.tensors.storage_checks import PLAIN, bytes_of, check_readable
 from anyflex.tensors.tensor_facts import determinism, fp32_precision, memories
 from anyflex.tensors.torch_versions import dual_level
 from anyflex.tracing.mod_types import MaskMod
@@ -180,10 +180,15 @@ def _is_apart(out: Tensor, query: Tensor, *read: Tensor | None) -> bool:
         return False
     if type(out) not in PLAIN or not out.is_contiguous() or out.is_neg():
         return False
-    if out.data_ptr() % _ALIGNMENT != 0:
+    first = out.data_ptr()
+    if first == 0 or first % _ALIGNMENT != 0:
         return False
-    own = out.untyped_storage().data_ptr()
-    return all(x is None or x.untyped_storage().data_ptr() != own for x in (query, *read))
+    # Memory that torch didn't allocate, as numpy's, may be in several storages.
+    end = first + out.nbytes
+    return all(
+        x is None or x.data_ptr() >= end or x.data_ptr() + bytes_of(x) <= first
+        for x in (query, *read)
+    )
 
 
 def _forms(captured: tuple[Tensor, ...]) -> tuple[object, ...]:
