@@ -28,7 +28,7 @@ def source_of(mod: Callable[..., Any]) -> str:
     slots: dict[str, int | float] = {f"i{i}": value for i, value in enumerate(traced.ints)}
     slots |= {f"f{i}": value for i, value in enumerate(traced.floats)}
     graph = parse_graph(traced.text).bind(constants=slots)
-    captured = tuple(CapturedFacts(t.dtype, t.ndim, False) for t in traced.captured)
+    captured = tuple(CapturedFacts(t.dtype, t.ndim, t.requires_grad) for t in traced.captured)
     spec = Spec(
         "cuda", "sm_90", torch.bfloat16, 64, 64, score_graph=graph, captured=captured
     )  # fmt: skip
@@ -107,3 +107,14 @@ def test_what_each_pair_has_of_its_own_is_read_in_words(name: str) -> None:
 @pytest.mark.parametrize("name", NEITHER)
 def test_other_reads_are_left(name: str) -> None:
     assert source_of(NEITHER[name]) == ""
+
+
+def test_gradients_are_added_in_words_to_tensors_alone_whose_rows_are_known_to_be_whole() -> None:
+    biases = torch.zeros(512, 511, requires_grad=True)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + TABLE[q, k] + biases[q, k]
+
+    assert "ops.add_dense(" not in source_of(mod)
+    # Where it is the only one, calls are asked for its rows.
+    assert "ops.add_dense(" in source_of(lambda s, b, h, q, k: s + biases[q, k])

@@ -339,7 +339,13 @@ def _dense_gradients(spec: Spec, graph: ModGraph) -> list[str]:
     learned = learned_tensors(spec)
     slope = differentiate(graph, wanted_captured=frozenset(learned))
     program = ModProgram.of(spec, slope.nodes, bool(cap_factors(spec)))
-    dense = [s for s in slope.scatters if is_dense(slope.nodes, program.needs, s.indices)]
+    # Calls with other rows than whole words are told by these tensors.
+    checked = dense_tables(spec)
+    dense = [
+        scatter
+        for scatter in slope.scatters
+        if scatter.captured in checked and is_dense(slope.nodes, program.needs, scatter.indices)
+    ]
     values = TRITON.lower(slope.nodes, program, [scatter.value for scatter in dense])
     lines: list[str] = []
     for number, scatter in enumerate(dense):
