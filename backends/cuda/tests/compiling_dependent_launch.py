@@ -1,9 +1,9 @@
 """Compiles kernels whose launches overlap for Hopper; no device is needed.
 
-Run as a script by `test_dependent_launch`: decoding's kernels, and with `SOAK` backward's. It
-prints one line per kernel: its name, then the kinds of instructions in its code, in order and
-without repetitions: "wait" and "next" (`anyflex_triton.dependent_launch`), and "memory" for
-accesses of global memory, or "loads" where these are loads by threads only.
+Run as a script by `test_dependent_launch`. It prints one line per kernel: its name, then the kinds
+of instructions in its code, in order and without repetitions: "wait" and "next"
+(`anyflex_triton.dependent_launch`), and "memory" for accesses of global memory, or "loads" where
+these are loads by threads only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import torch
 from compiling_backward import backward_of, recorded
-from scripts_beside import SOAK
 from with_ptxas import compiled, compiling
 
 import anyflex
@@ -41,7 +40,7 @@ def order(ptx: str) -> str:
 
 
 def programs() -> Iterator[Program]:
-    for program, _ in backward_of("causal", dims=(64, 64), hopper=False) if SOAK else ():
+    for program, _ in backward_of("causal", dims=(64, 64), hopper=False):
         yield program
     q, kv = torch.zeros(1, 8, 1, 64).bfloat16(), torch.zeros(1, 1, 16384, 64).bfloat16()
     with recorded() as launched:
