@@ -366,7 +366,13 @@ def add_scatters(spec: Spec, program: ModProgram, scatters: Sequence[Scatter]) -
         inside = program.nonempty(scatter.captured, rank)
         place = f"{offset or program.full('0', 'int64')}, {inside}"
         name = "accumulate"
-        if any(_is_bucket(program, position) for position in scatter.indices):
+        of_pairs = [
+            position
+            for position in scatter.indices
+            if not program.needs[program.nodes[position]].isdisjoint(("q_idx", "kv_idx"))
+        ]
+        # Where rows or keys have elements of their own, a tile has too many.
+        if len(of_pairs) == 1 and _is_bucket(program, of_pairs[0]):
             name, place = (
                 "accumulate_buckets",
                 f"{place}, {program.narrow(scatter.captured, rank)}",
