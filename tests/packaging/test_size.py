@@ -28,7 +28,7 @@ CAPABILITIES = {
     "Hopper's kernels of ready-made masks and mods, compiled in the wheel without a GPU": 225,
     "Triton's checksum of itself, made beside the rest of a first call": 20,
     "keys and values stored in 8 bits in Hopper's own decoding": 370,
-    "biases by distance, by a key's place in an image, and dense, in Hopper's kernels": 890,
+    "biases by distance, by a key's place in an image, and dense, in Hopper's kernels": 910,
     "packed calls in compiled programs: a static op, what is recorded, what runs it": 470,
     "attention dropout: one mask of all backends, forward and backward; its cases": 790,
     "kinds of blocks by a mask's graph, computed on the device from lengths": 850,
