@@ -22,8 +22,8 @@ KEPT = {
         "ragged/paged_half", "sinks/half_row",
     )
 }  # fmt: skip
-"""Cases of the kit that every draw has, so that kernels run in each dtype, and
-captured gradients by floats and by exact sums."""
+"""Cases of the kit by which kernels run in each dtype, and captured gradients by floats and by
+exact sums: every draw has them."""
 
 REAL = torch.backends.mps.is_available()
 
@@ -35,13 +35,14 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave four fifths of a test's cases but the first and `KEPT` out, drawn by name, unless it
-    has at most three. `make soak` runs all."""
+    has at most three, or is the kit's quick subset. `make soak` runs all."""
     cases = Counter(item.nodeid.partition("[")[0] for item in items)
     left_out, begun = set(), set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         drawn = test not in begun or item.name in KEPT or zlib.crc32(item.name.encode()) % 5 == 0
-        if not SOAK and cases[test] > 3 and not drawn:
+        whole = item.path.name == "test_conformance.py"
+        if not SOAK and cases[test] > 3 and not drawn and not whole:
             left_out.add(item)
         begun.add(test)
     config.hook.pytest_deselected(items=list(left_out))

@@ -13,7 +13,6 @@ import torch
 from conftest import KEPT
 from emulated_backend import SCHEDULE, Emulated, drawn_schedule
 from emulator import compile_shader
-from soak import SOAK
 
 from anyflex.testing import Conformance
 from anyflex_mps.text import TYPES
@@ -44,21 +43,6 @@ class TestEmulated(Conformance):
     device = "cpu"
     require = ("forward", "backward", "decode")
     quick = True
-    # make test leaves out most of what is compiled for a mod of its own (`test_operations.py` and
-    # `test_mods.py` have each), of equal shapes, and of processes.
-    cases = (
-        ()
-        if SOAK
-        else (
-            "aux/*", "backward/*", "declared/*", "decod*/*", "determinism/*", "devices/*",
-            "dropout/*", "forward/*", "gradients/[!kqv]*", "inputs/*", "large_scores/*",
-            "layouts/*_long", "masks/[b-d]*", "memory/*", "mods/[a-c]*", "precision/*",
-            "ragged/no_rows_between", "ragged/page_*", "ragged/paged", "ragged/p*_and_decoding",
-            "ragged/parts_of_the_keys", "ragged/sinks_in_pages", "refusals/*", "run_time/*",
-            "ragged/paged_half", "shapes/*[a-z]", "shapes/*_*[17]", "sinks/half_row", "state/*",
-            "structure/*",
-        )
-    )  # fmt: skip
 
     @pytest.fixture(autouse=True)
     def schedule(self, conformance_case: str, monkeypatch: pytest.MonkeyPatch) -> None:
